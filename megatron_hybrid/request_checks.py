@@ -57,8 +57,9 @@ def validate_prompt(
     field_name: str = "prompt",
     *,
     flag: str = CONTEXT_FLAG,
-) -> None:
-    """Raise InvalidRequestError unless the prompt has tokens, all known, and room for an answer."""
+) -> npt.NDArray[np.integer[Any]]:
+    """The prompt. Raises InvalidRequestError unless it has tokens, all known, and leaves room for
+    an answer."""
     validate_whole_numbers(field_name, token_ids)
     if len(token_ids) == 0:
         raise wrong(field_name, "is empty; it needs a token at least")
@@ -74,6 +75,7 @@ def validate_prompt(
     if low < 0 or high >= vocab_size:
         bad = show(int(low if low < 0 else high))
         raise wrong(field_name, f"holds token id {bad}; the model knows 0 to {vocab_size - 1}")
+    return ids
 
 
 def validate_in_one_step(length: int, most: int) -> None:

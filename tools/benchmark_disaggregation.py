@@ -23,33 +23,22 @@ between  the time between tokens of 32 running answers: quiet, while the other e
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import multiprocessing
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from bench.environment import describe_environment
+from bench.loads import Figures, run_loads
 from megatron_hybrid import EngineConfig, SamplingParams
-from megatron_hybrid.arguments import (
-    ArgumentParser,
-    add_engine_arguments,
-    engine_config_from_args,
-)
 from megatron_hybrid.engine.build import build_engine
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
-from megatron_hybrid.errors import ConfigurationError
 
-Figures = dict[str, Any]
 Prompt = list[int]
 FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 GPUS = "CUDA_VISIBLE_DEVICES"
@@ -231,35 +220,23 @@ def free_address() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def main() -> int:
-    parser = ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    group = parser.add_argument_group("benchmark")
-    group.add_argument("--load-names", default="same,between", help="which (default: all)")
-    group.add_argument("--scale", type=float, default=0.02, help="of all sizes (default: 0.02)")
-    group.add_argument("--json", type=Path, metavar="OUT", help="write the figures there, too")
-    add_engine_arguments(parser)
-    args = parser.parse_args()
-    config = engine_config_from_args(args)
+def measure(
+    config: EngineConfig, names: Sequence[str], scale: float
+) -> Iterator[tuple[str, Figures]]:
+    """Figures by load."""
     prefill = PrefillEngine(config, free_address())
-    found: dict[str, Figures] = {}
     try:
         config = dataclasses.replace(config, role="decode", disaggregation_peers=prefill.address)
-        benchmark = Benchmark(build_engine(config), prefill, args.scale)
+        benchmark = Benchmark(build_engine(config), prefill, scale)
         prefill.wait_until_ready()
-        for name in args.load_names.split(","):
-            found[name] = getattr(benchmark, name)()
-            print(f"{name}: {json.dumps(found[name], indent=2)}", flush=True)
-    except ConfigurationError as error:
-        print(f"benchmark_disaggregation.py: {error}", file=sys.stderr)
-        return 2
+        for name in names:
+            yield name, getattr(benchmark, name)()
     finally:
         prefill.end()
-    if args.json is not None:
-        report = {**describe_environment(), "scale": args.scale, "loads": found}
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 0
+
+
+def main() -> int:
+    return run_loads(__doc__, ["same", "between"], measure)
 
 
 if __name__ == "__main__":

@@ -27,30 +27,22 @@ numbers of requests.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
-import json
 import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from bench.driver import run_workload
-from bench.environment import describe_environment
+from bench.loads import Figures, run_loads
 from bench.measurements import RequestRecord
 from bench.workloads import Round, Workload, WorkloadRequest
 from megatron_hybrid import EngineConfig, SamplingParams
-from megatron_hybrid.arguments import (
-    ArgumentParser,
-    add_engine_arguments,
-    engine_config_from_args,
-)
 from megatron_hybrid.cache.host_tier import Copy
 from megatron_hybrid.engine.build import build_engine, load_weights
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
@@ -61,7 +53,6 @@ from megatron_hybrid.models.hybrid_model import HybridModel
 
 LONGEST = 65536  # tokens; and an answer of 16
 MOVED = 50e9  # bytes, each way
-Figures = dict[str, Any]
 
 
 class Benchmark:
@@ -313,7 +304,9 @@ def _long_answer(engine: DynamicInferenceEngine) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=min(4096, longest), ignore_eos=True)
 
 
-def measure(config: EngineConfig, names: list[str], scale: float) -> Iterator[tuple[str, Figures]]:
+def measure(
+    config: EngineConfig, names: Sequence[str], scale: float
+) -> Iterator[tuple[str, Figures]]:
     """Figures by load."""
     model = load_weights(config)
     engine = build_engine(config, model=model)
@@ -336,33 +329,8 @@ def measure(config: EngineConfig, names: list[str], scale: float) -> Iterator[tu
 
 
 def main() -> int:
-    parser = ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    loads = ["resume", "replay", "decodes", "chats", "restart"]
-    usual = ",".join(loads[:-1])
-    group = parser.add_argument_group("benchmark")
-    group.add_argument("--load-names", default=usual, help=f"which (default: {usual})")
-    group.add_argument("--scale", type=float, default=0.02, help="of all sizes (default: 0.02)")
-    group.add_argument("--json", type=Path, metavar="OUT", help="write the figures there, too")
-    add_engine_arguments(parser)
-    args = parser.parse_args()
-    names = args.load_names.split(",")
-    if unknown := sorted(set(names) - set(loads)):
-        parser.error(f"--load-names {unknown[0]} is none of {', '.join(loads)}.")
-    found: dict[str, Figures] = {}
-    try:
-        for name, figures in measure(engine_config_from_args(args), names, args.scale):
-            found[name] = figures
-            shown = ", ".join(f"{key} {value:,.4g}" for key, value in figures.items())
-            print(f"{name}: {shown}", flush=True)
-    except ConfigurationError as error:
-        print(f"benchmark_tiers.py: {error}", file=sys.stderr)
-        return 2
-    if args.json is not None:
-        report = {**describe_environment(), "scale": args.scale, "loads": found}
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 0
+    loads = "resume", "replay", "decodes", "chats", "restart"
+    return run_loads(__doc__, loads, measure, usual=loads[:-1])
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ class DynamicInferenceEngine:
         self._step_times.note(plan.step, self._clock())
         if plan.is_empty:
             self._join_others()
-            self.context.transfers.wait()
+            self.context.transfers.wait(is_idle=self._in_flight is None)
             return None
         try:
             agreed = None
@@ -271,7 +271,7 @@ class DynamicInferenceEngine:
         params.validate()
         params.validate_vocabulary(self.vocab_size)
         limit, flag = self.max_seq_length, self.max_seq_length_flag
-        validate_prompt(prompt_token_ids, self.vocab_size, limit, flag=flag)
+        prompt = validate_prompt(prompt_token_ids, self.vocab_size, limit, flag=flag)
         validate_priority(priority)
         validate_cache_checkpoints(cache_checkpoints, len(prompt_token_ids))
         validate_whole_numbers("message_ends", message_ends)
@@ -289,7 +289,7 @@ class DynamicInferenceEngine:
         requests = [
             TrackedRequest(
                 request_id=request_id,
-                prompt=np.asarray(prompt_token_ids, dtype=np.int32),
+                prompt=np.asarray(prompt, dtype=np.int32),
                 params=params,
                 seed=stream_seed(seed, index) if index else seed,
                 max_tokens=max_tokens,

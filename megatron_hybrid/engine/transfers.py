@@ -120,8 +120,9 @@ class Transfers:
         another one behind them. Whether there is anything."""
         return False
 
-    def wait(self) -> None:
-        """There is nothing to do but to wait for what is on its way, if anything is."""
+    def wait(self, *, is_idle: bool) -> None:
+        """There is nothing to launch. is_idle: nothing is in flight either, so that there is
+        nothing to do but to wait for what requests wait for, if they do."""
 
     def must_wait(self, request: TrackedRequest, match: PrefixMatch, num_running: int) -> bool:
         """Whether a request, of which the device has `match`, had better wait for what is fetched
@@ -165,6 +166,7 @@ class HostTransfers(Transfers):
         self._writes: list[tuple[Move, Ticket]] = []
         self._fetches: dict[BlockKey, _Underway] = {}  # by the prefix that is to be there
         self._coming = [0, 0]  # blocks and states of the device, to which these come
+        self._needs_writes = False  # in this step a fetch was put off until they have ended
         self._put_off: PutOff | None = None
         # what has come, until those who waited for it were tried
         self._pins: dict[BlockKey, tuple[Pin, set[TrackedRequest]]] = {}
@@ -181,6 +183,7 @@ class HostTransfers(Transfers):
         return bool(self._fetches) or self.lower.is_reading
 
     def begin_step(self, step: int) -> None:
+        self._needs_writes = False
         self.tier.begin_step(step)
         self.end_copies()
 
@@ -229,12 +232,15 @@ class HostTransfers(Transfers):
             time.sleep(WAIT_SECONDS)  # threads make the copies
         return True
 
-    def wait(self) -> None:
+    def wait(self, *, is_idle: bool) -> None:
+        if not is_idle:
+            return
         for _ in range(1 if self.lower.is_reading else LOOKS):
             firsts = [underway.ticket for underway in islice(self._fetches.values(), 1)]
-            firsts += [ticket for _, ticket in self._writes[:1]]
-            is_idle = not firsts and not self.lower.is_reading
-            if is_idle or any(first.is_done() for first in firsts):
+            if self._needs_writes:
+                firsts += [ticket for _, ticket in self._writes[:1]]
+            waits = bool(firsts) or self.lower.is_reading
+            if not waits or any(first.is_done() for first in firsts):
                 return
             time.sleep(WAIT_SECONDS)
 
@@ -295,7 +301,9 @@ class HostTransfers(Transfers):
         if any(FETCHED_PART * n > all_ for n, all_ in zip(self._coming, there, strict=True)):
             return True
         missing = self.tier.missing(match, found)
-        return bool(self._writes) and self.tier.is_pressed(len(missing))
+        needs_writes = bool(self._writes) and self.tier.is_pressed(len(missing))
+        self._needs_writes |= needs_writes
+        return needs_writes
 
     def _is_coming(self, copy: Copy, sign: int) -> None:
         self._coming[0] += sign * len(copy.blocks)

@@ -306,3 +306,23 @@ def test_the_quickest_way_is_taken_only_where_no_request_runs() -> None:
         engine.step()
     assert ("fetch", False, 1) in calls
     assert not any(is_quiet for name, is_quiet, _ in calls if name == "write")
+
+
+def test_nobody_waits_for_writes_who_does_not_need_their_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An answer's last tokens come when they are there, whatever is on its way to the host."""
+    engine = engine_with(num_blocks=80, slowest_copy=30, asynchronous=True)
+    sleeps = []
+    monkeypatch.setattr(transfers.time, "sleep", sleeps.append)
+    for seed in range(4):
+        generate(engine, [random_tokens(seed, 41)], 3)
+        assert engine.context.transfers._writes or not seed
+    assert not sleeps
+    while engine.use_idle_time():
+        pass
+    engine.context.cache.store.clear(0)
+    del sleeps[:]
+    text = random_tokens(0, 41)
+    (event,) = generate(engine, [text + expected_answer(text, 3) + [5]], 1)
+    assert event.cached_tokens > 40 and sleeps
