@@ -212,7 +212,7 @@ class EngineConfig(Settings):
         "auto",
         "type of keys and values in memory of the host and below. auto: as on the device, so that "
         "answers are the same; fp8_e4m3: rounded to 8 bits, so that it holds twice as many tokens "
-        "of a model in 16 bits, and they come in half of the time",
+        "of a model in 16 bits",
         KV_DTYPES,
     )
     prefix_caching_host_states_dtype: str = option(
