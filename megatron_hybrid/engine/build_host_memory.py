@@ -69,10 +69,10 @@ def check_host_memory(config: EngineConfig) -> None:
 
 
 def staging_bytes(config: EngineConfig, states: Iterable[StateSpec]) -> int:
-    """On the device, for what is on its way: a piece and a state in each direction."""
+    """On the device, for what is on its way: two pieces and states in each direction."""
     if not config.prefix_caching_host_gb:
         return 0
-    return 2 * (PIECE_BYTES + bytes_per_state(states))
+    return 4 * (PIECE_BYTES + bytes_per_state(states))
 
 
 def host_transfers(

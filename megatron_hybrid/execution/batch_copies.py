@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Addresses = npt.NDArray[np.uint64]
+Addresses = npt.NDArray[np.uint64] | npt.NDArray[np.int64]
 
 _RUNTIME = 13  # whose signature this is
 _ADDRESS_BYTES = 8
@@ -50,15 +50,15 @@ class BatchCopies:
         self, to: Addresses, source: Addresses, sizes: Addresses, ends: Sequence[int]
     ) -> Iterator[None]:
         """In torch's current stream, which must not be the default one; each step of it those up to
-        the next end. [n] each; sizes in bytes. Raises RuntimeError."""
+        the next end, in the stream of then. [n] each; sizes in bytes. Raises RuntimeError."""
         lists = [np.ascontiguousarray(values, dtype=np.uint64) for values in (to, source, sizes)]
         # Little but the call itself: who launches steps wants Python's lock, too.
         to_list, source_list, size_list = (values.ctypes.data for values in lists)
         attributes, nothing = ctypes.addressof(self._attributes), ctypes.addressof(self._first)
-        stream = torch.cuda.current_stream().cuda_stream
         for first, end in pairwise([0, *ends]):
             number, at = end - first, _ADDRESS_BYTES * first
             where = to_list + at, source_list + at, size_list + at
+            stream = torch.cuda.current_stream().cuda_stream
             code = self._copy(*where, number, attributes, nothing, 1, stream)
             if code:
                 raise RuntimeError(f"{number} copies could not be enqueued: CUDA's error {code}.")

@@ -1,6 +1,6 @@
 """KV blocks and states between the caches and pages of host memory, beside the steps.
 
-What pages hold is page_parts.py's. On a GPU each direction has a stream of its own. Beside steps,
+What pages hold is page_parts.py's. On a GPU each direction has streams of its own. Beside steps,
 copy engines move what lies in long rows from place to place. What lies in short ones or is rounded,
 and KV while no request runs, is gathered on the GPU and goes over as whole pages: that is quicker.
 Neither direction waits on the host, or for the other.
@@ -12,7 +12,7 @@ import mmap
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from itertools import cycle, groupby
+from itertools import cycle
 from queue import SimpleQueue
 from threading import Thread, current_thread
 
@@ -26,13 +26,14 @@ from megatron_hybrid.execution.device import upload
 from megatron_hybrid.execution.page_parts import EXACT, HostForm, PageParts, Part, RoundedPart
 from megatron_hybrid.layers.inputs import LayerCaches
 
-PIECE_BYTES = 64 * 2**20  # gathered at a time, in each direction
+PIECE_BYTES = 32 * 2**20  # gathered at a time; two of them in each direction
 # Enqueued and not done, beside the next one: memory for more would be taken, where rows are
 # gathered.
 PIECES_AHEAD = 2
 # Bytes of a row, on average, from which copying each by itself is as quick as gathering them.
 LONG_ROW = 2**17
 BYTES_AT_ONCE = 8 * 2**20  # of rows that are enqueued together: a step's own copies wait for them
+_END = object()
 
 
 class HostCopier:
@@ -135,9 +136,9 @@ class CudaHostCopier(HostCopier):
     ) -> None:
         super().__init__(caches, num_pages, page_bytes, form)
         self._up, self._down = _Direction(self.device), _Direction(self.device)
-        batch = batch_copies()
+        self._batch = batch_copies()
         self._block_rows, self._state_rows = (
-            _LongRows.of(parts, self._pages, batch) for parts in (self._blocks, self._states)
+            _LongRows.of(parts, self._pages, self._batch) for parts in (self._blocks, self._states)
         )
         # Blocks that are gathered together; rounding takes some times what they have.
         is_rounded = any(isinstance(part, RoundedPart) for part in self._blocks)
@@ -160,10 +161,11 @@ class CudaHostCopier(HostCopier):
         pages = list(range(min(self.piece, len(self._pages))))
         rows = self._rows(len(pages))
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(2):
-            begin.record()
-            self._move(rows, pages, to_host=False)
-            end.record()
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            for _ in range(2):
+                begin.record()
+                self._move(rows, pages, to_host=False)
+                end.record()
         end.synchronize()
         return rows.numel() * rows.itemsize / (1e-3 * begin.elapsed_time(end))
 
@@ -217,16 +219,22 @@ class CudaHostCopier(HostCopier):
 
     def _move(self, rows: Tensor, pages: Sequence[int], *, to_host: bool) -> None:
         """Between rows on the GPU and pages; those that lie side by side at once."""
-        place = 0
-        for _, run in groupby(enumerate(pages), lambda pair: pair[1] - pair[0]):
-            numbers = [page for _, page in run]
-            there = self._pages[numbers[0] : numbers[-1] + 1]
-            here = rows[place : place + len(numbers)]
-            if to_host:
-                there.copy_(here, non_blocking=True)
-            else:
-                here.copy_(there, non_blocking=True)
-            place += len(numbers)
+        numbers = np.asarray(pages, dtype=np.int64)
+        begins = np.append(0, np.flatnonzero(np.diff(numbers) != 1) + 1)
+        counts = np.diff(begins, append=len(numbers))
+        if self._batch is None:
+            for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
+                there = self._pages[pages[begin] : pages[begin] + count]
+                here = rows[begin : begin + count]
+                to, source = (there, here) if to_host else (here, there)
+                to.copy_(source, non_blocking=True)
+            return
+        page = self.page_bytes
+        at_pages = self._pages.data_ptr() + numbers[begins] * page
+        at_rows = rows.data_ptr() + begins * page
+        at = (at_pages, at_rows) if to_host else (at_rows, at_pages)
+        for _ in self._batch.enqueue(at[0], at[1], counts * page, [len(begins)]):
+            pass
 
 
 class _LongRows:
@@ -296,9 +304,10 @@ class _Direction:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        stream = torch.cuda.Stream(device)
+        # Pieces take turns: one is scattered while the next one comes.
+        streams = [torch.cuda.Stream(device) for _ in range(2)]
         # Not of this object, which would live as long as the thread.
-        thread = Thread(target=_enqueue, args=(self._jobs, stream), name="copies", daemon=True)
+        thread = Thread(target=_enqueue, args=(self._jobs, streams), name="copies", daemon=True)
         thread.start()
         weakref.finalize(self, _end, self._jobs, thread)  # also before the interpreter ends
 
@@ -330,20 +339,27 @@ def _end(jobs: SimpleQueue[_Job | None], thread: Thread) -> None:
         thread.join()
 
 
-def _enqueue(jobs: SimpleQueue[_Job | None], stream: torch.cuda.Stream) -> None:
+def _enqueue(jobs: SimpleQueue[_Job | None], streams: Sequence[torch.cuda.Stream]) -> None:
     """Of one direction, until there is None."""
     # One behind each piece; they are used in turn.
     events = [torch.cuda.Event(blocking=True) for _ in range(PIECES_AHEAD + 1)]
-    turns = cycle(zip(events, [*events[1:], events[0]], strict=True))
-    torch.cuda.set_device(stream.device)
+    turns = zip(cycle(streams), cycle(events), cycle([*events[1:], events[0]]), strict=False)
+    first, last = streams[0], streams[-1]
+    torch.cuda.set_device(first.device)
     while (job := jobs.get()) is not None:
         try:
-            with torch.cuda.stream(stream), torch.inference_mode():
+            for stream in streams:
                 stream.wait_event(job.launched)
-                for _, (event, oldest) in zip(job.pieces, turns, strict=False):
-                    event.record(stream)
+            with torch.inference_mode():
+                for stream, event, oldest in turns:
+                    with torch.cuda.stream(stream):
+                        if next(job.pieces, _END) is _END:
+                            break
+                        event.record()
                     oldest.synchronize()
-                job.end = stream.record_event()
+            for stream in streams[:-1]:
+                last.wait_stream(stream)
+            job.end = last.record_event()
         except BaseException as error:  # whoever asks for it has it
             job.error = error
         del job  # its pages and caches may go
