@@ -82,7 +82,7 @@ class HostStore(PrefixStore):
         if state and not (states.has_free() or self.evict_state()):
             return None
         while kv.num_free < wanted:
-            if not self._give_up_something():
+            if not self._give_up_something(wanted - kv.num_free):
                 return None
         own = kv.allocate(blocks)
         if not state:
@@ -91,12 +91,12 @@ class HostStore(PrefixStore):
         self._paged.pages[slot] = kv.allocate(per_state)
         return own, slot
 
-    def _give_up_something(self) -> bool:
-        """A state or a block; whether there was one. The policy for states decides about the KV
-        that they need, too: that is uncovered."""
+    def _give_up_something(self, pages: int) -> bool:
+        """A state, or blocks in up to so many pages; whether there was one. The policy for states
+        decides about the KV that they need, too: that is uncovered."""
         if self.geometry.has_recurrent and not self.kv.num_uncovered and self.evict_state():
             return True
-        return self._drop_block(counts=True) or self.evict_state()
+        return self._drop_blocks(pages) or self.evict_state()
 
     def _tell_of_removal(self, key: BlockKey, kind: int) -> None:
         super()._tell_of_removal(key, kind)

@@ -107,7 +107,7 @@ class KVBlockAllocator:
     def allocate(self, count: int) -> list[int]:
         """`count` private blocks with one reference each, which have to be free."""
         end = len(self._free) - count
-        blocks = self._free[end:][::-1]
+        blocks = sorted(self._free[end:])  # neighbours are copied at once
         del self._free[end:]
         for block in blocks:
             self._references[block] = 1
@@ -232,6 +232,23 @@ class KVBlockAllocator:
         self._parent[block] = 0
         self._free.append(block)
         return DroppedBlock(block, key, tails)
+
+    def evict_uncovered(self, most: int) -> list[BlockKey]:
+        """Up to so many times what `evict` does, while there is what is of no use; the keys. No
+        tail or state stands on them."""
+        parents, keys, mapped = self._parent, self._key, self.kv_hash_to_block_id
+        dropped = []
+        for _ in range(min(most, len(self._uncovered))):
+            block, _ = self._uncovered.popitem(last=False)
+            key = keys[block]
+            assert key is not None
+            keys[block], parents[block] = None, 0
+            if mapped.get(key) == block:  # as in `evict`
+                del mapped[key]
+            self._free.append(block)
+            dropped.append(key)
+        self.evictions += len(dropped)
+        return dropped
 
     def clear(self) -> None:
         """Unmap everything. Blocks in use stay with their users and are freed when released."""

@@ -113,6 +113,8 @@ class PrefixStore:
             if tail is None and end % size:
                 continue
             found = self.states.get(key)
+            if found is None and needs_state:
+                continue
             if is_usable(found, end, length, needs_state=needs_state):
                 skip, state = end, found
                 tail_block = DUMMY_BLOCK if tail is None else tail.block
@@ -209,7 +211,7 @@ class PrefixStore:
                 self._uncover_a_path()
                 if kv.num_free >= count:  # the ends of sequences may be free at once
                     break
-            self._drop_block(counts=True)
+            self._drop_blocks(count - kv.num_free)
         return kv.allocate(count)
 
     def allocate_slot(self, *, for_checkpoint: bool = False, evicts: bool = True) -> int:
@@ -322,6 +324,14 @@ class PrefixStore:
         if self.geometry.has_recurrent:
             self.kv.uncover(self.block_of(state.key))
             self.kv.drop_tail(state.key)
+
+    def _drop_blocks(self, most: int) -> bool:
+        """Evict up to `most` that are of no use, or else one; whether there was one."""
+        if not self.kv.num_uncovered:
+            return self._drop_block(counts=True)
+        for key in self.kv.evict_uncovered(most):
+            self._tell_of_removal(key, BLOCKS)
+        return True
 
     def _drop_block(self, *, counts: bool) -> bool:
         """Evict a block, and the states that need its KV with it; whether there was one."""
