@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 
 import numpy as np
@@ -117,6 +118,7 @@ def test_what_is_given_in_other_ways_is_the_same():
 
 BAD_PROMPTS = [
     [1.5], [1.7, 2], [True], [1, True], ["1"], [[1]], [None], 5, None, "12", [2**70], np.array(5),
+    [2**31], [-(2**31) - 1], array("d", [1.0]), array("q", [2**40]), np.array([2**40]),
 ]  # fmt: skip
 
 
@@ -130,6 +132,11 @@ def test_a_prompt_holds_whole_numbers(prompt):
 def test_a_prompt_may_be_numpys():
     validate_prompt(np.array([1, 2]), 100, 100)
     validate_prompt([np.int64(1), 2], 100, 100)
+
+
+@pytest.mark.parametrize("given", [[1, 99], (1, 99), array("i", [1, 99]), array("B", [1, 99])])
+def test_a_prompt_is_given_as_an_array(given):
+    assert validate_prompt(given, 100, 100).tolist() == [1, 99]
 
 
 @pytest.mark.parametrize("text", [5, None, "\ud800", "x" * 2**21])
