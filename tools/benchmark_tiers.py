@@ -43,7 +43,7 @@ from bench.loads import Figures, run_loads
 from bench.measurements import RequestRecord
 from bench.workloads import Round, Workload, WorkloadRequest
 from megatron_hybrid import EngineConfig, SamplingParams
-from megatron_hybrid.cache.host_tier import Copy
+from megatron_hybrid.cache.host_tier import Copy, HostTier
 from megatron_hybrid.engine.build import build_engine, load_weights
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.lower_transfers import LowerTransfers
@@ -241,6 +241,7 @@ class Moving:
         geometry = engine.context.geometry
         self._state = geometry.has_recurrent
         count = min(64, geometry.num_blocks // 8)
+        self._slots: list[int] = []  # of the host
         self._copies = [self._place(count) for _ in range(2)]
         self._size = count * geometry.bytes_per_block
         self._size += geometry.bytes_per_cached_slot * self._state
@@ -255,6 +256,7 @@ class Moving:
         place = self._host.allocate(count, state=self._state)
         assert place is not None, "the host's memory is too small"
         pages, host_slot = place
+        self._slots.append(host_slot)
         return Copy(blocks, pages, slot, self._host.pages_of(host_slot) if self._state else [])
 
     def go_on(self) -> bool:
@@ -270,12 +272,15 @@ class Moving:
         return min(self._moved) >= self._wanted
 
     def end(self) -> None:
-        """Nothing is on its way any more."""
+        """Nothing is on its way any more, and nothing kept."""
         seconds = time.perf_counter() - self._begin
         names = "bytes_a_second_to_the_host", "bytes_a_second_from_the_host"
         self.figures = {n: moved / seconds for n, moved in zip(names, self._moved, strict=True)}
         while not all(job.is_done() for jobs in self._jobs for job in jobs):
             time.sleep(1e-3)
+        for copy, slot in zip(self._copies, self._slots, strict=True):
+            HostTier.give_back(self._store, copy.slot, copy.blocks)
+            HostTier.give_back(self._host, slot, copy.pages)
 
 
 def transfers_of(engine: DynamicInferenceEngine) -> HostTransfers:
