@@ -102,6 +102,13 @@ class Forced:
         return self.kernel
 
 
+def need_a_choice(shape: AttentionShape) -> None:
+    from megatron_hybrid.kernels.paged_attention import flashinfer
+
+    if not all(flashinfer._has_kernels(backend, shape) for backend in ("fa2", "fa3")):
+        pytest.skip("flashinfer's kernels for this type are not there")
+
+
 @pytest.fixture(params=list(PromptKernel), ids=lambda kernel: kernel.name)
 def forced(request: pytest.FixtureRequest) -> Forced:
     return Forced(request.param)
@@ -132,10 +139,7 @@ PROMPTS: list[tuple[Lengths, int]] = [
 def test_prompts_on_each_kernel(forced: Forced, shape: AttentionShape) -> None:
     """One after the other: plans replace one another, and what is gathered lies where that of the
     step before lay. Places of the cache where no token is are NaN."""
-    from megatron_hybrid.kernels.paged_attention import flashinfer
-
-    if not flashinfer._has_kernels("fa2", shape):
-        pytest.skip("flashinfer's kernels for this type are not there")
+    need_a_choice(shape)
     for lengths, decodes in PROMPTS:
         check(forced.attention, lengths, shape, decodes=decodes, device="cuda", tolerance=2e-2)
     assert forced.chosen == [len(lengths) - decodes for lengths, decodes in PROMPTS]
@@ -162,6 +166,7 @@ def test_nothing_behind_what_is_gathered_is_read_or_written() -> None:
     """NaN in all of the workspace, which is what the layer before may have left there."""
     forced = Forced(PromptKernel.GATHERED)
     shape = attention_shape(16, 2, 256, 64, BF16)
+    need_a_choice(shape)
     step = attention_step([(70, 100), (300, 1000)], shape, decodes=0, device="cuda")
     plan = forced.attention.plan(step.paged, shape)
     forced.attention.append(step.key, step.value, step.cache, plan)
