@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import TypeVar
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, TypeVar
 
 import pytest
 
@@ -16,3 +18,10 @@ thorough = pytest.mark.skipif(not EVERYTHING, reason="others show much the same:
 def usually(few: T, every: T) -> T:
     """`every` one of some cases that differ little, or a `few` of them."""
     return every if EVERYTHING else few
+
+
+def combined(step: int, *values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Every combination, or each `step`-th one: a number that divides none of theirs takes turns
+    with the values."""
+    every = list(product(*values))
+    return usually(every[::step], every)

@@ -5,7 +5,7 @@
 #   tools/run_tests.sh tests/unit -k hash   only pytest, with these arguments
 #
 # TESTS=all: also what CI leaves out. tests/dynamo and tests/ray run in an environment of their own then.
-# TEST_WORKERS: processes for pytest (default: one more than cores, at most 4, since tests of several
+# TEST_WORKERS: processes for pytest (default: two more than cores, at most 4, since tests of several
 # processes mostly wait; 0 runs in this process).
 set -euo pipefail
 
@@ -44,7 +44,7 @@ trap 'rm -f "$types"' EXIT
 checking=$!
 step ruff check .
 step ruff format --check .
-workers=${TEST_WORKERS:-$(python -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')}
+workers=${TEST_WORKERS:-$(python -c 'import os; print(min(4, 2 + (os.cpu_count() or 1)))')}
 # A file's tests stay in one process: they share servers and loaded models. Files begin in the order
 # that tests/conftest.py gives them, not by how many tests they have.
 step python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations 10

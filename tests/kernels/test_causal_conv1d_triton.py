@@ -13,7 +13,7 @@ from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from tests.kernels.conv_cases import Conv, check_decode, check_prefill, check_runs
 from tests.kernels.runs_cases import Play
 from tests.kernels.segments import Segment, int64, poisoned, prefill_segments
-from tests.thorough import usually
+from tests.thorough import combined, usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
@@ -127,19 +127,21 @@ def test_a_state_of_another_dtype_holds_the_rounded_inputs() -> None:
 
 
 GATES = ["before", "after", "before after"]
+TYPES = [torch.float32, torch.bfloat16]
+GATES_AND_TYPES = usually(
+    list(zip(GATES, [*TYPES, TYPES[0]], strict=True)), combined(1, GATES, TYPES)
+)
 GATED = {"width": 3, "silu": False, "activation": activation}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize(("gates", "dtype"), GATES_AND_TYPES)
 def test_gates_of_prompts_have_the_bits_of_kernels_apart(gates: str, dtype: torch.dtype) -> None:
     options = GATED | {"dtype": dtype, "gates": gates}
     check_prefill(conv, LENGTHS, padding=19, channels=6, **options)
     check_prefill(conv, [17, 3], channels=520, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize(("gates", "dtype"), GATES_AND_TYPES)
 def test_gates_of_decodes_have_the_bits_of_kernels_apart(gates: str, dtype: torch.dtype) -> None:
     tile = conv.Tile(64, warps=1)
     tiled = SimpleNamespace(
@@ -153,8 +155,7 @@ def test_gates_of_decodes_have_the_bits_of_kernels_apart(gates: str, dtype: torc
     check_runs(tiled, single_tokens, calls=6, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize(("gates", "dtype"), GATES_AND_TYPES)
 def test_gates_of_drafts_have_the_bits_of_kernels_apart(gates: str, dtype: torch.dtype) -> None:
     options = GATED | {"dtype": dtype, "gates": gates, "channels": 260}
     check_runs(conv, Play(2), calls=5, **options)

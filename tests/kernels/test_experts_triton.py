@@ -27,7 +27,7 @@ from tests.kernels.experts_by_hand import (  # noqa: E402
     shared_mlp,
     shared_out,
 )
-from tests.thorough import usually  # noqa: E402
+from tests.thorough import combined, usually  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -101,24 +101,37 @@ def test_groups(pairs: int, rows: int) -> None:
     assert row == pairs
 
 
-@pytest.mark.parametrize("tokens", [1, triton.FEW_TOKENS])
-@pytest.mark.parametrize(("width", "inner", "beside"), [(32, 32, 32), (130, 70, 41), (40, 24, 100)])
-@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2", False)])
-@pytest.mark.parametrize("has_gate", [True, False])
+ACTIVATIONS = [("silu", True), ("relu2", False)]
+WITH_SHARED = combined(
+    5,
+    [True, False],
+    ACTIVATIONS,
+    [(32, 32, 32), (130, 70, 41), (40, 24, 100)],
+    [1, triton.FEW_TOKENS],
+)
+IN_SLICES = combined(
+    5,
+    [True, False],
+    ACTIVATIONS,
+    [(32, 32, 1), (130, 70, 2), (40, 24, 3)],
+    [triton.FEW_TOKENS + 1, 37],
+)
+
+
+@pytest.mark.parametrize(("has_gate", "kind", "sizes", "tokens"), WITH_SHARED)
 def test_mix_with_a_shared_mlp(
-    has_gate: bool, activation: str, gated: bool, width: int, inner: int, beside: int, tokens: int
+    has_gate: bool, kind: tuple[str, bool], sizes: tuple[int, int, int], tokens: int
 ) -> None:
+    (activation, gated), (width, inner, beside) = kind, sizes
     m = mixture(tokens, width=width, inner=inner, activation=activation, gated=gated)
     check_shared(m, beside, has_gate)
 
 
-@pytest.mark.parametrize("tokens", [triton.FEW_TOKENS + 1, 37])
-@pytest.mark.parametrize(("width", "inner", "slices"), [(32, 32, 1), (130, 70, 2), (40, 24, 3)])
-@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2", False)])
-@pytest.mark.parametrize("has_gate", [True, False])
+@pytest.mark.parametrize(("has_gate", "kind", "sizes", "tokens"), IN_SLICES)
 def test_mix_with_a_shared_mlp_in_slices(
-    has_gate: bool, activation: str, gated: bool, width: int, inner: int, slices: int, tokens: int
+    has_gate: bool, kind: tuple[str, bool], sizes: tuple[int, int, int], tokens: int
 ) -> None:
+    (activation, gated), (width, inner, slices) = kind, sizes
     m = mixture(tokens, chosen=3, width=width, inner=inner, activation=activation, gated=gated)
     check_shared(m, slices * inner, has_gate)
 
@@ -131,8 +144,7 @@ def check_shared(m: Mixture, beside: int, has_gate: bool) -> None:
     check(result, by_hand(m) + shared_by_hand(m, shared))
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("average", [1, 20, 50, 200])
+@pytest.mark.parametrize(("gated", "average"), combined(3, [True, False], [1, 20, 50, 200]))
 def test_tiles_for_16_bits_and_a_shared_mlp(average: int, gated: bool) -> None:
     """Whole blocks of tokens, and one that is filled in part."""
     m = mixture(150, num_experts=3, gated=gated)
@@ -176,9 +188,11 @@ def test_a_shared_mlp_is_taken_in_slices_of_an_experts_size_and_by_few_tokens() 
     assert [takes(tokens, 40) for tokens in (0, 1, 4, 5)] == [False, True, True, False]
 
 
-@pytest.mark.parametrize("has_gate", [True, False])
-@pytest.mark.parametrize(("tokens", "width"), [(2, 40), (30, 40), (5, 1100), (5, 2100)])
-def test_what_a_shared_mlp_gave_is_added(tokens: int, width: int, has_gate: bool) -> None:
+@pytest.mark.parametrize(
+    ("has_gate", "size"), combined(3, [True, False], [(2, 40), (30, 40), (5, 1100), (5, 2100)])
+)
+def test_what_a_shared_mlp_gave_is_added(size: tuple[int, int], has_gate: bool) -> None:
+    tokens, width = size
     m = mixture(tokens, chosen=3, width=width)
     shared = shared_mlp(width, 32, True, has_gate)
     given = shared_by_hand(m, shared._replace(gate=None))

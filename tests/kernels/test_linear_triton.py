@@ -22,7 +22,7 @@ from tests.kernels.linear_cases import (
     rounding_by_steps,
     some_weight,
 )
-from tests.thorough import usually
+from tests.thorough import combined, usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
@@ -63,9 +63,11 @@ def test_written_out(name: str, rows: int, columns: int) -> None:
     torch.testing.assert_close(written_out(weight, torch.float32), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize(("rows", "columns"), [(3, 16), (70, 1000), (1030, 96), (8200, 24)])
-def test_one_row_in_16_bits(rows: int, columns: int, has_bias: bool) -> None:
+@pytest.mark.parametrize(
+    ("size", "has_bias"), combined(3, [(3, 16), (70, 1000), (1030, 96), (8200, 24)], [True, False])
+)
+def test_one_row_in_16_bits(size: tuple[int, int], has_bias: bool) -> None:
+    rows, columns = size
     check_one_row(linear, rows, columns, has_bias, torch.float16)
 
 

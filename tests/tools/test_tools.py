@@ -283,6 +283,7 @@ def test_the_other_offline_examples_run(monkeypatch, capsys):
 # ------------------------------------------------------------------ starts
 
 
+@thorough
 def test_a_start_is_measured_to_its_first_token(monkeypatch, capfd):
     flags = ("--device", "cpu", "--runs", 1, "--prompt-length", 5)
     assert run("tools/benchmark_start.py", *flags, monkeypatch=monkeypatch) == 0
