@@ -3,7 +3,6 @@ values that can't be."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
@@ -13,8 +12,6 @@ import numpy.typing as npt
 
 from megatron_hybrid.request import CONTEXT_FLAG, MAX_CACHE_CHECKPOINTS, MAX_PRIORITY, MAX_TIME
 from megatron_hybrid.values import check_integer, check_number, show, wrong
-
-_NO_WHOLE_NUMBERS = "fduw"  # typecodes of Python's arrays
 
 
 def validate_priority(priority: object) -> None:
@@ -33,8 +30,6 @@ def validate_whole_numbers(name: str, values: Sequence[object] | npt.NDArray[Any
     if isinstance(values, np.ndarray) and values.ndim == 1:
         if values.dtype.kind in "iu":
             return
-    elif isinstance(values, array) and values.typecode not in _NO_WHOLE_NUMBERS:
-        return
     elif not isinstance(values, Sequence):
         raise wrong(name, f"is {show(values)}; it must be a sequence of whole numbers")
     # by type, of which there are few: there may be 100,000 values
@@ -84,8 +79,8 @@ def validate_prompt(
 
 
 def _as_array(token_ids: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[Any]:
-    if isinstance(token_ids, np.ndarray | array):
-        return np.asarray(token_ids)
+    if isinstance(token_ids, np.ndarray):
+        return token_ids
     try:
         return np.fromiter(token_ids, dtype=np.int32, count=len(token_ids))
     except OverflowError:

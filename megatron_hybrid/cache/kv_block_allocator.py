@@ -221,31 +221,18 @@ class KVBlockAllocator:
         tails = self._tails_of.pop(block, [])
         for tail in tails:
             self.tails.remove(tail)
-        key = self._key[block]
-        self._key[block] = None
-        # only if it points here: another block may hold the same content by now
-        if key is not None and self.kv_hash_to_block_id.get(key) == block:
-            del self.kv_hash_to_block_id[key]
         if self._cover[block]:
             self._cover[block] = 0
             self.uncover(self._parent[block])
-        self._parent[block] = 0
-        self._free.append(block)
-        return DroppedBlock(block, key, tails)
+        return DroppedBlock(block, self._unmap(block), tails)
 
     def evict_uncovered(self, most: int) -> list[BlockKey]:
         """Up to so many times what `evict` does, while there is what is of no use; the keys. No
         tail or state stands on them."""
-        parents, keys, mapped = self._parent, self._key, self.kv_hash_to_block_id
         dropped = []
         for _ in range(min(most, len(self._uncovered))):
-            block, _ = self._uncovered.popitem(last=False)
-            key = keys[block]
+            key = self._unmap(self._uncovered.popitem(last=False)[0])
             assert key is not None
-            keys[block], parents[block] = None, 0
-            if mapped.get(key) == block:  # as in `evict`
-                del mapped[key]
-            self._free.append(block)
             dropped.append(key)
         self.evictions += len(dropped)
         return dropped
@@ -263,6 +250,15 @@ class KVBlockAllocator:
         self._uncovered.clear()
 
     # ---------------------------------------------------------------- details
+
+    def _unmap(self, block: int) -> BlockKey | None:
+        """Forget the key of a block that stands in no queue, and free it."""
+        key, self._key[block], self._parent[block] = self._key[block], None, 0
+        # only if it points here: another block may hold the same content by now
+        if key is not None and self.kv_hash_to_block_id.get(key) == block:
+            del self.kv_hash_to_block_id[key]
+        self._free.append(block)
+        return key
 
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Assert every invariant. `tables`: the blocks that each user holds, with multiplicity."""

@@ -113,8 +113,6 @@ class PrefixStore:
             if tail is None and end % size:
                 continue
             found = self.states.get(key)
-            if found is None and needs_state:
-                continue
             if is_usable(found, end, length, needs_state=needs_state):
                 skip, state = end, found
                 tail_block = DUMMY_BLOCK if tail is None else tail.block

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Addresses = npt.NDArray[np.uint64] | npt.NDArray[np.int64]
+Addresses = npt.NDArray[np.uint64]
 
 _RUNTIME = 13  # whose signature this is
 _ADDRESS_BYTES = 8

@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from threading import Thread, current_thread
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -219,9 +220,8 @@ class CudaHostCopier(HostCopier):
 
     def _move(self, rows: Tensor, pages: Sequence[int], *, to_host: bool) -> None:
         """Between rows on the GPU and pages; those that lie side by side at once."""
-        numbers = np.asarray(pages, dtype=np.int64)
-        begins = np.append(0, np.flatnonzero(np.diff(numbers) != 1) + 1)
-        counts = np.diff(begins, append=len(numbers))
+        begins = np.append(0, np.flatnonzero(np.diff(pages) != 1) + 1)
+        counts = np.diff(begins, append=len(pages))
         if self._batch is None:
             for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
                 there = self._pages[pages[begin] : pages[begin] + count]
@@ -229,19 +229,25 @@ class CudaHostCopier(HostCopier):
                 to, source = (there, here) if to_host else (here, there)
                 to.copy_(source, non_blocking=True)
             return
-        page = self.page_bytes
-        at_pages = self._pages.data_ptr() + numbers[begins] * page
-        at_rows = rows.data_ptr() + begins * page
-        at = (at_pages, at_rows) if to_host else (at_rows, at_pages)
-        for _ in self._batch.enqueue(at[0], at[1], counts * page, [len(begins)]):
+        in_pages = _addresses(self._pages, np.asarray(pages)[begins])
+        in_rows = _addresses(rows, begins)
+        at = (in_pages, in_rows) if to_host else (in_rows, in_pages)
+        sizes = counts.astype(np.uint64) * np.uint64(self.page_bytes)
+        for _ in self._batch.enqueue(at[0], at[1], sizes, [len(begins)]):
             pass
+
+
+def _addresses(rows: Tensor, numbers: npt.ArrayLike) -> Addresses:
+    """Where rows begin of a contiguous tensor."""
+    row = np.uint64(rows.stride(0) * rows.itemsize)
+    return np.uint64(rows.data_ptr()) + np.asarray(numbers, dtype=np.uint64) * row
 
 
 class _LongRows:
     """Parts of pages that are copied by themselves."""
 
     def __init__(self, parts: Sequence[Part], pages: Tensor, batch: BatchCopies) -> None:
-        self._batch, self._pages, word = batch, pages.data_ptr(), pages.itemsize
+        self._batch, self._pages, word = batch, pages, pages.itemsize
         self._page_bytes = page = pages.shape[1] * word
         self._rows = np.array([part.rows.data_ptr() for part in parts], dtype=np.uint64)
         self._sizes = np.array([part.row_bytes for part in parts], dtype=np.uint64)
@@ -270,7 +276,7 @@ class _LongRows:
         self, blocks: Sequence[int], pages: Sequence[int], *, to_host: bool
     ) -> Iterator[None]:
         """One row of each part for each page; each step of it enqueues some."""
-        there = self._page_addresses(pages)[:, None] + self._places
+        there = _addresses(self._pages, pages)[:, None] + self._places
         numbers = np.asarray(blocks, dtype=np.uint64)[:, None]
         here = self._rows + numbers * self._sizes
         sizes = np.broadcast_to(self._sizes, here.shape).ravel()
@@ -282,13 +288,10 @@ class _LongRows:
         page, begins, part = self._page_bytes, self._begins, self._part_of
         rows = self._rows + (np.uint64(slot) - self._firsts) * self._sizes
         here = rows[part] + (begins - self._places[part])
-        there = self._page_addresses(pages)[begins // page] + begins % page
+        there = _addresses(self._pages, pages)[begins // page] + begins % page
         to, source = (there, here) if to_host else (here, there)
         sizes = self._cut_sizes
         return self._batch.enqueue(to, source, sizes, _pieces_of(sizes))
-
-    def _page_addresses(self, pages: Sequence[int]) -> Addresses:
-        return self._pages + np.asarray(pages, dtype=np.uint64) * np.uint64(self._page_bytes)
 
 
 def _pieces_of(sizes: Addresses) -> list[int]:
@@ -344,8 +347,8 @@ def _enqueue(jobs: SimpleQueue[_Job | None], streams: Sequence[torch.cuda.Stream
     # One behind each piece; they are used in turn.
     events = [torch.cuda.Event(blocking=True) for _ in range(PIECES_AHEAD + 1)]
     turns = zip(cycle(streams), cycle(events), cycle([*events[1:], events[0]]), strict=False)
-    first, last = streams[0], streams[-1]
-    torch.cuda.set_device(first.device)
+    last = streams[-1]
+    torch.cuda.set_device(last.device)
     while (job := jobs.get()) is not None:
         try:
             for stream in streams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from tests.kernels.conv_cases import Conv, check_decode, check_prefill, check_runs
 from tests.kernels.runs_cases import Play
 from tests.kernels.segments import Segment, int64, poisoned, prefill_segments
-from tests.thorough import combined, usually
+from tests.thorough import usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
@@ -129,7 +130,7 @@ def test_a_state_of_another_dtype_holds_the_rounded_inputs() -> None:
 GATES = ["before", "after", "before after"]
 TYPES = [torch.float32, torch.bfloat16]
 GATES_AND_TYPES = usually(
-    list(zip(GATES, [*TYPES, TYPES[0]], strict=True)), combined(1, GATES, TYPES)
+    list(zip(GATES, [*TYPES, TYPES[0]], strict=True)), list(product(GATES, TYPES))
 )
 GATED = {"width": 3, "silu": False, "activation": activation}
 

@@ -255,7 +255,7 @@ FP4_CASES = [
     (*size, *activation, has_gate)
     for has_gate in (True, False)
     for size in FP4_SIZES
-    for activation in (("silu", True), ("relu2", False))
+    for activation in ACTIVATIONS
 ]
 
 
