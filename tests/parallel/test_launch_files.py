@@ -53,7 +53,7 @@ def test_the_script_for_one_gpu_answers_like_the_library(alone: list[str]) -> No
     assert alone[0] == found.text
 
 
-@thorough  # test_faults.py: of one node
+@thorough  # test_end_to_end.py, test_faults.py: of one node
 def test_two_nodes_answer_like_one_process_and_one_that_is_lost_is_named_and_may_come_back(
     alone: list[str], tmp_path: Path
 ) -> None:

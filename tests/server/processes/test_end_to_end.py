@@ -149,7 +149,6 @@ def test_the_engines_counters_are_on_the_metrics_page(
         assert float(figures[f"megatron_hybrid:{name}"]) > 0
 
 
-@thorough  # tests/parallel/test_launch_files.py
 def test_two_ranks_answer_like_one_and_end_together(
     model_folder: Path, client: openai.OpenAI
 ) -> None:
