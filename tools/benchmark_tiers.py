@@ -46,6 +46,7 @@ from megatron_hybrid import EngineConfig, SamplingParams
 from megatron_hybrid.cache.host_tier import Copy, HostTier
 from megatron_hybrid.engine.build import build_engine, load_weights
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.engine.garbage import collecting_seldom
 from megatron_hybrid.engine.lower_transfers import LowerTransfers
 from megatron_hybrid.engine.transfers import MOST_WRITES, HostTransfers, Ticket
 from megatron_hybrid.errors import ConfigurationError
@@ -187,6 +188,9 @@ class Benchmark:
         cached = geometry.num_cached_slots * geometry.bytes_per_cached_slot
         held = (geometry.num_blocks * geometry.bytes_per_block + cached) / each
         count, at_once = max(8, round(8 * held)), self.count(32, 4)
+        warm = self.tokens(2048)  # what is compiled for such steps is compiled with these
+        self.run(tuple(self.request(f"w{i}", 1024, 2, warm) for i in range(at_once)))
+        self.engine.reset_prefix_cache()
         rounds = []
         for turn in range(turns):
             new, before = (512, ()) if turn else (1024, system)
@@ -319,7 +323,8 @@ def measure(
     for name in names:
         engine.reset_prefix_cache()
         if name != "restart":
-            yield name, getattr(Benchmark(engine, scale), name)()
+            with collecting_seldom():  # as a server does
+                yield name, getattr(Benchmark(engine, scale), name)()
     del engine
     gc.collect()
     if "restart" in names:
@@ -330,7 +335,8 @@ def measure(
             config, prefix_caching_host_gb=0.0, prefix_caching_disk=None, prefix_caching_disk_gb=0.0
         )
         engine = build_engine(without, model=model)
-        yield "chats without", Benchmark(engine, scale).chats()
+        with collecting_seldom():
+            yield "chats without", Benchmark(engine, scale).chats()
 
 
 def main() -> int:

@@ -122,8 +122,9 @@ class HostTier(Tier):
         is_kv = key in kv.tails or key in kv.kv_hash_to_block_id
         return is_kv or self.device.states.get(key) is not None
 
-    def begin_write(self) -> Move | None:
-        """The next prefix that is to be written, with a place; None if there is none now."""
+    def begin_write(self, *, covered: bool = True) -> Move | None:
+        """The next prefix that is to be written, with a place; None if there is none now. covered:
+        or a prompt's own end that an answer covers."""
         for _ in range(min(LOOKED_AT, len(self._published))):
             published = self._published.popleft()
             if self._is_there(published):
@@ -140,7 +141,7 @@ class HostTier(Tier):
             write = self._write(*published)
             if write is not None:
                 return write
-        return self._write_covered()
+        return self._write_covered() if covered else None
 
     def _write_covered(self) -> Move | None:
         """A prompt that comes again as it was needs its own end's state: where nothing has to go

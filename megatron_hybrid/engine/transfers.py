@@ -44,11 +44,10 @@ class Ticket(Protocol):
 class Copier(Protocol):
     """Copies between the device and pages of host memory, beside the steps."""
 
-    def write(self, copy: Copy, *, is_quiet: bool = False) -> Ticket:
-        """To the pages, as the steps launched so far leave it. is_quiet: no request would be
-        delayed by the quickest way."""
+    def write(self, copy: Copy) -> Ticket:
+        """To the pages, as the steps launched so far leave it."""
 
-    def fetch(self, copy: Copy, *, is_quiet: bool = False) -> Ticket:
+    def fetch(self, copy: Copy) -> Ticket:
         """From the pages."""
 
 
@@ -227,7 +226,7 @@ class HostTransfers(Transfers):
         if self._put_off is not None and (catch_ups := self._put_off.take_catch_ups()):
             runner.catch_up(catch_ups)
         under_way = len(self._writes)
-        self._write_back(is_quiet=True)
+        self.write_back()
         if len(self._writes) == under_way:
             time.sleep(WAIT_SECONDS)  # threads make the copies
         return True
@@ -245,14 +244,12 @@ class HostTransfers(Transfers):
             time.sleep(WAIT_SECONDS)
 
     def write_back(self) -> None:
-        self._write_back(is_quiet=False)
-
-    def _write_back(self, *, is_quiet: bool) -> None:
         while len(self._writes) < MOST_WRITES:
-            write = self.tier.begin_write()
+            # Who waits for room on the device does not wait for what hardly anybody will want.
+            write = self.tier.begin_write(covered=not self._fetches)
             if write is None:
                 return
-            self._writes.append((write, self.copier.write(write.copy, is_quiet=is_quiet)))
+            self._writes.append((write, self.copier.write(write.copy)))
 
     def write_ahead(self, lease: Lease) -> None:
         geometry, blocks = self._cache.geometry, lease.num_published
@@ -286,7 +283,7 @@ class HostTransfers(Transfers):
                 return False
             if self._put_off is not None:
                 self._put_off.forget_slot(fetch.copy.slot)
-            ticket = self.copier.fetch(fetch.copy, is_quiet=not num_running)
+            ticket = self.copier.fetch(fetch.copy)
             underway = self._fetches[key] = _Underway(fetch, ticket)
             self._is_coming(fetch.copy, 1)
         underway.waiting.add(request)

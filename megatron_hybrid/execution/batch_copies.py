@@ -1,37 +1,59 @@
 """Many copies between a GPU and pinned memory in one call, by the copy engines alone.
 
-CUDA's cudaMemcpyBatchAsync, which torch does not offer: nothing is gathered on the GPU first, so
-that steps lose only the bandwidth of the copies themselves.
+CUDA's cudaMemcpy3DBatchAsync, which torch does not offer: nothing is gathered on the GPU first, so
+that steps lose only the bandwidth of the copies themselves. Each copy is of rows at a distance from
+each other: CUDA's driver is busy with each one for some microseconds, in which nobody else launches
+anything, however many rows it has.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-Addresses = npt.NDArray[np.uint64]
+Numbers = npt.NDArray[np.uint64]  # addresses, and sizes in bytes
 
+AT_ONCE = 512  # copies that one call enqueues
 _RUNTIME = 13  # whose signature this is
-_ADDRESS_BYTES = 8
+_POINTER = 1  # cudaMemcpyOperandTypePointer
 _IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+_PLACE = np.dtype(  # cudaMemcpy3DOperand
+    [("type", "i4"), ("", "i4"), ("address", "u8"), ("pitch", "u8"), ("rows", "u8"), ("hint", "i8")]
+)
+COPY = np.dtype(  # cudaMemcpy3DBatchOp
+    [
+        ("source", _PLACE), ("to", _PLACE), ("width", "u8"), ("rows", "u8"), ("layers", "u8"),
+        ("order", "i4"), ("flags", "u4"),
+    ]
+)  # fmt: skip
+Copies = npt.NDArray[np.void]  # of COPY
 
 
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+class Place(NamedTuple):
+    """Where rows are, of each copy."""
+
+    addresses: Numbers  # [n] of the first ones
+    pitches: Numbers  # [n] from one row to the next
 
 
-class _Attributes(ctypes.Structure):
-    _fields_ = (
-        ("source_access_order", ctypes.c_int),
-        ("source_hint", _Location),
-        ("destination_hint", _Location),
-        ("flags", ctypes.c_uint),
-    )
+def copies_of(
+    on_gpu: Place, in_pages: Place, widths: Numbers, rows: Numbers | int = 1, *, to_host: bool
+) -> Copies:
+    """[n] each; a width is that of one row."""
+    found = np.zeros(len(widths), dtype=COPY)
+    source, to = (on_gpu, in_pages) if to_host else (in_pages, on_gpu)
+    for name, place in (("source", source), ("to", to)):
+        operand = found[name]
+        operand["type"], operand["rows"] = _POINTER, rows
+        operand["address"], operand["pitch"] = place
+    found["width"], found["rows"], found["layers"] = widths, rows, 1
+    found["order"] = _IN_STREAM_ORDER
+    return found
 
 
 class BatchCopies:
@@ -40,28 +62,22 @@ class BatchCopies:
     def __init__(self) -> None:
         if int((torch.version.cuda or "0").split(".")[0]) != _RUNTIME:
             raise OSError(f"torch is built for CUDA {torch.version.cuda}, not {_RUNTIME}.")
-        self._copy = ctypes.CDLL(f"libcudart.so.{_RUNTIME}").cudaMemcpyBatchAsync
+        self._copy = ctypes.CDLL(f"libcudart.so.{_RUNTIME}").cudaMemcpy3DBatchAsync
         self._copy.restype = ctypes.c_int
-        pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        self._copy.argtypes = *[pointer] * 3, size, pointer, pointer, size, pointer
-        self._attributes, self._first = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0)
+        pointer = ctypes.c_void_p
+        self._copy.argtypes = ctypes.c_size_t, pointer, ctypes.c_ulonglong, pointer
 
-    def enqueue(
-        self, to: Addresses, source: Addresses, sizes: Addresses, ends: Sequence[int]
-    ) -> Iterator[None]:
-        """In torch's current stream, which must not be the default one; each step of it those up to
-        the next end, in the stream of then. [n] each; sizes in bytes. Raises RuntimeError."""
-        lists = [np.ascontiguousarray(values, dtype=np.uint64) for values in (to, source, sizes)]
-        # Little but the call itself: who launches steps wants Python's lock, too.
-        to_list, source_list, size_list = (values.ctypes.data for values in lists)
-        attributes, nothing = ctypes.addressof(self._attributes), ctypes.addressof(self._first)
-        for first, end in pairwise([0, *ends]):
-            number, at = end - first, _ADDRESS_BYTES * first
-            where = to_list + at, source_list + at, size_list + at
+    def enqueue(self, copies: Copies) -> Iterator[None]:
+        """In torch's current stream, which must not be the default one; some in each step of it, in
+        the stream of then. Raises RuntimeError."""
+        for first in range(0, len(copies), AT_ONCE):
+            some = copies[first : first + AT_ONCE]
             stream = torch.cuda.current_stream().cuda_stream
-            code = self._copy(*where, number, attributes, nothing, 1, stream)
+            code = self._copy(len(some), some.ctypes.data, 0, stream)
             if code:
-                raise RuntimeError(f"{number} copies could not be enqueued: CUDA's error {code}.")
+                raise RuntimeError(
+                    f"{len(some)} copies could not be enqueued: CUDA's error {code}."
+                )
             yield
 
 

@@ -1,9 +1,9 @@
 """KV blocks and states between the caches and pages of host memory, beside the steps.
 
-What pages hold is page_parts.py's. On a GPU each direction has streams of its own. Beside steps,
-copy engines move what lies in long rows from place to place. What lies in short ones or is rounded,
-and KV while no request runs, is gathered on the GPU and goes over as whole pages: that is quicker.
-Neither direction waits on the host, or for the other.
+What pages hold is page_parts.py's. On a GPU each direction has streams of its own. What lies in
+long rows goes from place to place by the copy engines. What lies in short ones or is rounded is
+gathered on the GPU, and goes over as whole pages. Neither direction waits on the host, or for the
+other.
 """
 
 from __future__ import annotations
@@ -11,29 +11,24 @@ from __future__ import annotations
 import mmap
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from itertools import cycle
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, cycle
 from queue import SimpleQueue
 from threading import Thread, current_thread
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from megatron_hybrid.cache.host_tier import Copy
-from megatron_hybrid.execution.batch_copies import Addresses, BatchCopies, batch_copies
+from megatron_hybrid.execution.batch_copies import Copies, Place, batch_copies, copies_of
 from megatron_hybrid.execution.device import upload
+from megatron_hybrid.execution.long_rows import LongRows, addresses, runs
 from megatron_hybrid.execution.page_parts import EXACT, HostForm, PageParts, Part, RoundedPart
 from megatron_hybrid.layers.inputs import LayerCaches
 
 PIECE_BYTES = 32 * 2**20  # gathered at a time; two of them in each direction
-# Enqueued and not done, beside the next one: memory for more would be taken, where rows are
-# gathered.
-PIECES_AHEAD = 2
-# Bytes of a row, on average, from which copying each by itself is as quick as gathering them.
-LONG_ROW = 2**17
-BYTES_AT_ONCE = 8 * 2**20  # of rows that are enqueued together: a step's own copies wait for them
+PIECES_AHEAD = 2  # enqueued and not done, beside the next one: they take memory
 _END = object()
 
 
@@ -55,8 +50,8 @@ class HostCopier:
         self._pages = self._allocate(num_pages + 1, words)
         self._bytes = self._pages.view(torch.uint8).numpy()
 
-    def write(self, copy: Copy, *, is_quiet: bool = False) -> HostCopier:
-        """To the pages. is_quiet: no request runs that the quickest way would disturb."""
+    def write(self, copy: Copy) -> HostCopier:
+        """To the pages."""
         if copy.blocks:
             pages = torch.tensor(copy.pages)
             self._pages[pages] = self._gathered(torch.tensor(copy.blocks))
@@ -64,7 +59,7 @@ class HostCopier:
             self._pages[torch.tensor(copy.state_pages)] = self._state(copy)
         return self
 
-    def fetch(self, copy: Copy, *, is_quiet: bool = False) -> HostCopier:
+    def fetch(self, copy: Copy) -> HostCopier:
         """From the pages."""
         if copy.blocks:
             self._scatter(torch.tensor(copy.blocks), self._pages[torch.tensor(copy.pages)])
@@ -139,24 +134,25 @@ class CudaHostCopier(HostCopier):
         self._up, self._down = _Direction(self.device), _Direction(self.device)
         self._batch = batch_copies()
         self._block_rows, self._state_rows = (
-            _LongRows.of(parts, self._pages, self._batch) for parts in (self._blocks, self._states)
+            LongRows.of(parts, self._pages) if self._batch is not None else None
+            for parts in (self._blocks, self._states)
         )
         # Blocks that are gathered together; rounding takes some times what they have.
         is_rounded = any(isinstance(part, RoundedPart) for part in self._blocks)
         self.piece = max(1, PIECE_BYTES // page_bytes // (4 if is_rounded else 1))
 
-    def write(self, copy: Copy, *, is_quiet: bool = False) -> _Job:  # type: ignore[override]
-        return self._down.begin(self._write_in_pieces(copy, is_quiet))
+    def write(self, copy: Copy) -> _Job:  # type: ignore[override]
+        return self._begin(self._down, copy, self._write_gathered, to_host=True)
 
-    def fetch(self, copy: Copy, *, is_quiet: bool = False) -> _Job:  # type: ignore[override]
-        return self._up.begin(self._fetch_in_pieces(copy, is_quiet))
+    def fetch(self, copy: Copy) -> _Job:  # type: ignore[override]
+        return self._begin(self._up, copy, self._fetch_gathered, to_host=False)
 
     def rate(self) -> float:
         """As measured with one piece, when copies have taken the memory that they take. Waits for
         the device."""
         blocks = [0] * (2 * self.piece if self._blocks else 0)  # it and page 0 are nobody's
         nothing = Copy(blocks, blocks, 0, [])
-        for job in (self.write(nothing, is_quiet=True), self.fetch(nothing, is_quiet=True)):
+        for job in (self.write(nothing), self.fetch(nothing)):
             while not job.is_done():
                 time.sleep(1e-3)
         pages = list(range(min(self.piece, len(self._pages))))
@@ -181,31 +177,43 @@ class CudaHostCopier(HostCopier):
         weakref.finalize(self, _unpin, memory).atexit = False  # at the end of all it goes anyway
         return memory
 
-    def _write_in_pieces(self, copy: Copy, is_quiet: bool) -> Iterator[None]:
-        """Enqueues a piece in each of its steps."""
-        if self._block_rows is not None and not is_quiet:
-            yield from self._block_rows.move_blocks(copy.blocks, copy.pages, to_host=True)
-        else:
-            for blocks, pages in self._pieces(copy):
-                self._move(self._gathered(self._upload(blocks)), pages, to_host=True)
-                yield
+    def _begin(
+        self,
+        direction: _Direction,
+        copy: Copy,
+        gathered: Callable[[Copy], Iterator[None]],
+        *,
+        to_host: bool,
+    ) -> _Job:
+        """gathered: enqueues what is in no long rows, a piece in each of its steps."""
+        rows = []
+        if copy.blocks and self._block_rows is not None:
+            rows.append(self._block_rows.of_blocks(copy.blocks, copy.pages, to_host=to_host))
+            copy = copy._replace(blocks=[], pages=[])
         if copy.slot and self._state_rows is not None:
-            yield from self._state_rows.move_state(copy.slot, copy.state_pages, to_host=True)
-        elif copy.slot:
+            rows.append(self._state_rows.of_state(copy.slot, copy.state_pages, to_host=to_host))
+            copy = copy._replace(slot=0, state_pages=[])
+        enqueued = self._enqueue(np.concatenate(rows)) if rows else ()
+        return direction.begin(chain(enqueued, gathered(copy)))
+
+    def _enqueue(self, rows: Copies) -> Iterator[None]:
+        assert self._batch is not None
+        return self._batch.enqueue(rows)
+
+    def _write_gathered(self, copy: Copy) -> Iterator[None]:
+        for blocks, pages in self._pieces(copy):
+            self._move(self._gathered(self._upload(blocks)), pages, to_host=True)
+            yield
+        if copy.slot:
             self._move(self._state(copy), copy.state_pages, to_host=True)
 
-    def _fetch_in_pieces(self, copy: Copy, is_quiet: bool) -> Iterator[None]:
-        if self._block_rows is not None and not is_quiet:
-            yield from self._block_rows.move_blocks(copy.blocks, copy.pages, to_host=False)
-        else:
-            for blocks, pages in self._pieces(copy):
-                rows = self._rows(len(pages))
-                self._move(rows, pages, to_host=False)
-                self._scatter(self._upload(blocks), rows)
-                yield
-        if copy.slot and self._state_rows is not None:
-            yield from self._state_rows.move_state(copy.slot, copy.state_pages, to_host=False)
-        elif copy.slot:
+    def _fetch_gathered(self, copy: Copy) -> Iterator[None]:
+        for blocks, pages in self._pieces(copy):
+            rows = self._rows(len(pages))
+            self._move(rows, pages, to_host=False)
+            self._scatter(self._upload(blocks), rows)
+            yield
+        if copy.slot:
             rows = self._rows(len(copy.state_pages))
             self._move(rows, copy.state_pages, to_host=False)
             self._put_state(copy.slot, rows)
@@ -220,89 +228,25 @@ class CudaHostCopier(HostCopier):
 
     def _move(self, rows: Tensor, pages: Sequence[int], *, to_host: bool) -> None:
         """Between rows on the GPU and pages; those that lie side by side at once."""
-        begins = np.append(0, np.flatnonzero(np.diff(pages) != 1) + 1)
-        counts = np.diff(begins, append=len(pages))
+        begins, counts = runs(pages)
+        first = np.asarray(pages)[begins]
         if self._batch is None:
-            for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
-                there = self._pages[pages[begin] : pages[begin] + count]
-                here = rows[begin : begin + count]
+            for row, page, count in zip(
+                *(x.tolist() for x in (begins, first, counts)), strict=True
+            ):
+                here, there = rows[row : row + count], self._pages[page : page + count]
                 to, source = (there, here) if to_host else (here, there)
                 to.copy_(source, non_blocking=True)
             return
-        in_pages = _addresses(self._pages, np.asarray(pages)[begins])
-        in_rows = _addresses(rows, begins)
-        at = (in_pages, in_rows) if to_host else (in_rows, in_pages)
-        sizes = counts.astype(np.uint64) * np.uint64(self.page_bytes)
-        for _ in self._batch.enqueue(at[0], at[1], sizes, [len(begins)]):
+        sizes = counts * np.uint64(self.page_bytes)
+        at = Place(addresses(rows, begins), sizes), Place(addresses(self._pages, first), sizes)
+        for _ in self._enqueue(copies_of(*at, sizes, to_host=to_host)):
             pass
 
 
-def _addresses(rows: Tensor, numbers: npt.ArrayLike) -> Addresses:
-    """Where rows begin of a contiguous tensor."""
-    row = np.uint64(rows.stride(0) * rows.itemsize)
-    return np.uint64(rows.data_ptr()) + np.asarray(numbers, dtype=np.uint64) * row
-
-
-class _LongRows:
-    """Parts of pages that are copied by themselves."""
-
-    def __init__(self, parts: Sequence[Part], pages: Tensor, batch: BatchCopies) -> None:
-        self._batch, self._pages, word = batch, pages, pages.itemsize
-        self._page_bytes = page = pages.shape[1] * word
-        self._rows = np.array([part.rows.data_ptr() for part in parts], dtype=np.uint64)
-        self._sizes = np.array([part.row_bytes for part in parts], dtype=np.uint64)
-        self._places = np.array([part.start * word for part in parts], dtype=np.uint64)
-        self._firsts = np.array([part.first for part in parts], dtype=np.uint64)
-        # One row of each, one behind the other: where a part or a page begins.
-        end = int(self._places[-1] + self._sizes[-1])
-        inner = np.arange(page, end, page, dtype=np.uint64)
-        self._begins = np.union1d(self._places, inner)
-        self._cut_sizes: Addresses = np.append(self._begins[1:], np.uint64(end)) - self._begins
-        self._part_of = np.searchsorted(self._places, self._begins, side="right") - 1
-
-    @classmethod
-    def of(
-        cls, parts: Sequence[Part], pages: Tensor, batch: BatchCopies | None
-    ) -> _LongRows | None:
-        """None where they are too short, or can't be copied so."""
-        if batch is None or not parts:
-            return None
-        if any(isinstance(part, RoundedPart) for part in parts):
-            return None
-        is_long = sum(part.row_bytes for part in parts) >= LONG_ROW * len(parts)
-        return cls(parts, pages, batch) if is_long else None
-
-    def move_blocks(
-        self, blocks: Sequence[int], pages: Sequence[int], *, to_host: bool
-    ) -> Iterator[None]:
-        """One row of each part for each page; each step of it enqueues some."""
-        there = _addresses(self._pages, pages)[:, None] + self._places
-        numbers = np.asarray(blocks, dtype=np.uint64)[:, None]
-        here = self._rows + numbers * self._sizes
-        sizes = np.broadcast_to(self._sizes, here.shape).ravel()
-        to, source = (there, here) if to_host else (here, there)
-        return self._batch.enqueue(to.ravel(), source.ravel(), sizes, _pieces_of(sizes))
-
-    def move_state(self, slot: int, pages: Sequence[int], *, to_host: bool) -> Iterator[None]:
-        """One row of each part, one behind the other over the pages."""
-        page, begins, part = self._page_bytes, self._begins, self._part_of
-        rows = self._rows + (np.uint64(slot) - self._firsts) * self._sizes
-        here = rows[part] + (begins - self._places[part])
-        there = _addresses(self._pages, pages)[begins // page] + begins % page
-        to, source = (there, here) if to_host else (here, there)
-        sizes = self._cut_sizes
-        return self._batch.enqueue(to, source, sizes, _pieces_of(sizes))
-
-
-def _pieces_of(sizes: Addresses) -> list[int]:
-    """Where each piece ends of rows of these bytes, if there are any."""
-    piece = (np.cumsum(sizes) - sizes) // np.uint64(BYTES_AT_ONCE)
-    return [*(np.flatnonzero(np.diff(piece)) + 1).tolist(), len(sizes)] if len(sizes) else []
-
-
 class _Direction:
-    """One way between GPU and host: copies, one behind the other. A thread enqueues them, which
-    takes as long as a copy engine takes for them, where rows are short."""
+    """One way between GPU and host: copies, one behind the other. A thread enqueues them: where
+    others are under way CUDA's driver takes as long for that as a copy engine for them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -41,7 +41,7 @@ class SymbolicCopier:
     def _copy(self, finish: Callable[[], None]) -> SymbolicCopy:
         return SymbolicCopy(int(self._random.integers(1, self.slowest + 1)), finish)
 
-    def write(self, copy: Copy, *, is_quiet: bool = False) -> SymbolicCopy:
+    def write(self, copy: Copy) -> SymbolicCopy:
         runner, size = self._runner, self._size
         found: dict[int, Any] = {
             page: [runner._kv.get(block * size + i) for i in range(size)]
@@ -54,7 +54,7 @@ class SymbolicCopier:
             self.pages[page] = None
         return self._copy(lambda: self.pages.update(found))
 
-    def fetch(self, copy: Copy, *, is_quiet: bool = False) -> SymbolicCopy:
+    def fetch(self, copy: Copy) -> SymbolicCopy:
         runner, size, slot = self._runner, self._size, copy.slot
         for block in copy.blocks:
             for i in range(size):

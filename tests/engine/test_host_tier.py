@@ -73,7 +73,7 @@ def test_only_what_is_missing_moves() -> None:
     for way in ("write", "fetch"):
         plain = getattr(copier, way)
 
-        def noted(copy, *, is_quiet, way=way, plain=plain):
+        def noted(copy, way=way, plain=plain):
             copies.append((way, len(copy.blocks), len(copy.state_pages)))
             return plain(copy)
 
@@ -253,9 +253,9 @@ def test_kv_of_a_prompt_that_others_wait_for_is_written_while_the_rest_is_comput
     copier, written = engine.context.transfers.copier, []
     plain = copier.write
 
-    def noted(copy, *, is_quiet):
+    def noted(copy):
         written.append((len(copy.blocks), bool(copy.slot)))
-        return plain(copy, is_quiet=is_quiet)
+        return plain(copy)
 
     copier.write = noted
     text = random_tokens(1, 61)
@@ -271,41 +271,29 @@ def test_kv_of_a_prompt_that_others_wait_for_is_written_while_the_rest_is_comput
     engine.check_integrity()
 
 
-def test_the_quickest_way_is_taken_only_where_no_request_runs() -> None:
-    """It would delay their steps."""
-    engine = engine_with(num_blocks=80, max_requests=4, slowest_copy=1)
-    copier, calls = engine.context.transfers.copier, []
-
-    def noted(name):
-        plain = getattr(copier, name)
-
-        def copied(copy, *, is_quiet):
-            running = len(engine.scheduler._running)
-            calls.append((name, is_quiet, running))
-            return plain(copy, is_quiet=is_quiet)
-
-        return copied
-
-    copier.write, copier.fetch = noted("write"), noted("fetch")
-    text = random_tokens(1, 61)
-    generate(engine, [text], 1)
+def test_a_prompts_own_end_is_not_written_while_something_is_fetched() -> None:
+    """Its slot may be wanted for that, and hardly anybody wants it."""
+    engine = engine_with(num_blocks=80, cached_slots=8, max_requests=2, slowest_copy=6)
+    transfers = engine.context.transfers
+    first = random_tokens(1, 61)
+    generate(engine, [first], 1)
     while engine.use_idle_time():
         pass
-    assert calls == [("write", True, 0)]
     engine.context.cache.store.clear(0)
-    generate(engine, [text + [7]], 1)
-    assert calls[1:] and calls[1] == ("fetch", True, 0)
+    real, asked = transfers.tier.begin_write, []
+
+    def noted(*, covered):
+        asked.append((covered, bool(transfers._fetches)))
+        return real(covered=covered)
+
+    transfers.tier.begin_write = noted
+    generate(engine, [first + [7], random_tokens(2, 41)], ANSWER)
+    assert {(True, False), (False, True)} == set(asked)
+    while engine.use_idle_time():
+        pass
     engine.context.cache.store.clear(0)
-    del calls[:]
-    engine.add_request(
-        "long", random_tokens(2, 9), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    )
-    engine.step()
-    engine.add_request("again", text + [8], SamplingParams(temperature=0.0, max_tokens=1))
-    while engine.has_work():
-        engine.step()
-    assert ("fetch", False, 1) in calls
-    assert not any(is_quiet for name, is_quiet, _ in calls if name == "write")
+    (event,) = generate(engine, [random_tokens(2, 41)], 1)
+    assert event.cached_tokens == 41
 
 
 def test_nobody_waits_for_writes_who_does_not_need_their_room(

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_hybrid.cache.host_tier import Copy
-from megatron_hybrid.execution import host_copies
-from megatron_hybrid.execution.batch_copies import Addresses
-from megatron_hybrid.execution.host_copies import (
-    LONG_ROW,
-    HostCopier,
-    _LongRows,
-)
+from megatron_hybrid.execution.batch_copies import COPY, Copies
+from megatron_hybrid.execution.host_copies import HostCopier
+from megatron_hybrid.execution.long_rows import LONG_ROW, LongRows
 from megatron_hybrid.execution.page_parts import PageParts, Part
 from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, StateSpec, allocate_caches
@@ -109,27 +104,18 @@ def test_kv_may_be_copied_alone() -> None:
         assert bits(tensor) == bits(old)
 
 
-class Memmove:
-    """In place of CUDA's copies."""
-
-    def enqueue(
-        self, to: Addresses, source: Addresses, sizes: Addresses, ends: Sequence[int]
-    ) -> Iterator[None]:
-        for values in (to, source, sizes):
-            assert values.dtype == np.uint64
-        assert ends[-1:] == [len(sizes)][: len(sizes)]
-        for number, one in enumerate(zip(*map(list, (to, source, sizes)), strict=True), 1):
-            ctypes.memmove(*map(int, one))
-            if number in ends:
-                yield
+def move(copies: Copies) -> None:
+    """In place of CUDA."""
+    assert copies.dtype == COPY
+    for one in copies:
+        for row in range(int(one["rows"])):
+            places = (int(at["address"] + row * at["pitch"]) for at in (one["to"], one["source"]))
+            ctypes.memmove(*places, int(one["width"]))
 
 
 @pytest.mark.parametrize("words", [55, 13, 11, 60])
-def test_rows_that_are_copied_by_themselves_come_to_their_places(
-    words: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_are_copied_by_themselves_come_to_their_places(words: int) -> None:
     """words: of a page."""
-    monkeypatch.setattr(host_copies, "BYTES_AT_ONCE", 8 * 60)
     widths, first = (5, 7, 3, 40), 2
     starts = np.cumsum([0, *widths]).tolist()
     parts = [
@@ -137,34 +123,52 @@ def test_rows_that_are_copied_by_themselves_come_to_their_places(
         for width, start in zip(widths, starts, strict=False)
     ]
     pages = torch.zeros(12, words, dtype=torch.int64)
-    rows = _LongRows(parts, pages, Memmove())  # type: ignore[arg-type]
-    places = [3, 9, 2, 5, 1][: -(-55 // words)]
-    list(rows.move_state(4 + first, places, to_host=True))
+    rows = LongRows(parts, pages)
+    places = [3, 9, 10, 5, 1][: -(-55 // words)]
+    move(rows.of_state(4 + first, places, to_host=True))
     wanted = torch.cat([part.rows[4] for part in parts])
     assert torch.equal(torch.cat([pages[place] for place in places])[:55], wanted)
     before = [part.rows.clone() for part in parts]
-    list(rows.move_state(6 + first, places, to_host=False))
+    move(rows.of_state(6 + first, places, to_host=False))
     for part, old in zip(parts, before, strict=True):
         old[6] = old[4]
         assert torch.equal(part.rows, old)
     if words < 55:
         return
-    assert not [*rows.move_blocks([], [], to_host=True)]
-    assert len([*rows.move_blocks([3, 4, 9], [7, 1, 2], to_host=True)]) == 3
-    for block, page in ((3, 7), (4, 1), (9, 2)):
+    blocks, there = [3, 4, 9, 5, 6, 7, 8, 2], [7, 1, 2, 4, 5, 9, 10, 11]
+    move(rows.of_blocks(blocks, there, to_host=True))
+    for block, page in zip(blocks, there, strict=True):
         assert torch.equal(pages[page, :55], torch.cat([part.rows[block] for part in parts]))
-    assert len([*rows.move_blocks([0, 1], [1, 7], to_host=False)]) == 2
-    for part in parts:
-        assert torch.equal(part.rows[0], part.rows[4]) and torch.equal(part.rows[1], part.rows[3])
+    before = [part.rows.clone() for part in parts]
+    move(rows.of_blocks([0, 1, 2, 4], [9, 10, 11, 7], to_host=False))
+    for part, old in zip(parts, before, strict=True):
+        old[[0, 1, 2, 4]] = old[[7, 8, 2, 3]]
+        assert torch.equal(part.rows, old)
+
+
+def test_what_lies_side_by_side_in_both_places_is_one_copy() -> None:
+    parts = [
+        Part(torch.zeros(10, width, dtype=torch.int64), start) for width, start in ((4, 0), (6, 4))
+    ]
+    rows = LongRows(parts, torch.zeros(12, 10, dtype=torch.int64))
+    found = rows.of_blocks([2, 3, 4, 7, 8, 6], [5, 6, 7, 8, 10, 11], to_host=True)
+    assert found["rows"].tolist() == [3, 3, 1, 1, 1, 1, 1, 1]
+    rows = LongRows(parts, torch.zeros(12, 3, dtype=torch.int64))
+    for pages, widths in (
+        ([1, 2, 3, 4], [4, 6]),
+        ([1, 2, 4, 5], [4, 2, 4]),
+        ([4, 2, 7, 5], [3, 1, 2, 3, 1]),
+    ):
+        found = rows.of_state(1, pages, to_host=False)
+        assert (found["width"] // 8).tolist() == widths
 
 
 @pytest.mark.parametrize("width", [LONG_ROW // 8 - 1, LONG_ROW // 8])
 def test_short_rows_are_gathered(width: int) -> None:
     parts = [Part(torch.zeros(2, width, dtype=torch.int64), 0)]
     pages = torch.zeros(2, width, dtype=torch.int64)
-    found = _LongRows.of(parts, pages, Memmove())  # type: ignore[arg-type]
-    assert (found is not None) == (width * 8 >= LONG_ROW)
-    assert _LongRows.of(parts, pages, None) is None
+    assert (LongRows.of(parts, pages) is not None) == (width * 8 >= LONG_ROW)
+    assert LongRows.of([], pages) is None
 
 
 def test_a_rank_without_any_layer_of_a_kind_has_pages_all_the_same() -> None:

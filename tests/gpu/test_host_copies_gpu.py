@@ -11,7 +11,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 from megatron_hybrid.cache.host_tier import Copy  # noqa: E402
-from megatron_hybrid.execution import host_copies  # noqa: E402
+from megatron_hybrid.execution import batch_copies, long_rows  # noqa: E402
 from megatron_hybrid.execution.host_copies import CudaHostCopier, HostCopier  # noqa: E402
 from megatron_hybrid.execution.page_parts import HostForm, PageParts  # noqa: E402
 from megatron_hybrid.layers.inputs import (  # noqa: E402
@@ -35,18 +35,18 @@ def wait(job) -> None:
         assert time.monotonic() < end
 
 
-@pytest.mark.parametrize(("piece", "is_quiet"), [(3, False), (1000, False), (3, True)])
+@pytest.mark.parametrize("piece", [3, 1000])
 @pytest.mark.parametrize("packed", [None, torch.int8])
 @pytest.mark.parametrize("long_row", [0, 2**40])
 def test_what_comes_back_is_what_went_whatever_runs_beside_it(
     long_row: int,
     piece: int,
-    is_quiet: bool,
     packed: torch.dtype | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """long_row: each row is copied by itself, or all are gathered."""
-    monkeypatch.setattr(host_copies, "LONG_ROW", long_row)
+    """long_row: rows are copied by themselves, or gathered. piece: so many at once."""
+    monkeypatch.setattr(long_rows, "LONG_ROW", long_row)
+    monkeypatch.setattr(batch_copies, "AT_ONCE", piece)
     caches = allocate_caches(
         {1: KVSpec(4, 128, torch.bfloat16), 3: KVSpec(4, 128, torch.bfloat16)},
         {0: STATE, 2: STATE}, BLOCKS, SIZE, SLOTS, torch.device("cuda"), 1000,
@@ -65,7 +65,6 @@ def test_what_comes_back_is_what_went_whatever_runs_beside_it(
     per_state = -(-state // page)
     copier = CudaHostCopier(caches, 150, page)
     copier.piece = piece
-    monkeypatch.setattr(host_copies, "BYTES_AT_ONCE", 2**16 * piece)
     is_new = int((torch.version.cuda or "0").split(".")[0]) >= 13
     assert (copier._block_rows is not None) == (is_new and not long_row)
     first = SLOTS if packed else 0
@@ -75,14 +74,14 @@ def test_what_comes_back_is_what_went_whatever_runs_beside_it(
     for _ in range(20):  # what the copy has to wait for
         a = torch.tanh(a @ a)
     kv[0][1:90] = before[0][1:90].flip(0)
-    write = copier.write(Copy(blocks, pages, 1 + first, state_pages), is_quiet=is_quiet)
+    write = copier.write(Copy(blocks, pages, 1 + first, state_pages))
     wait(write)
     for tensor in kv:
         tensor[1:90] = 0
     there = list(range(100, 189))
     for _ in range(20):
         a = torch.tanh(a @ a)
-    wait(copier.fetch(Copy(there, pages, 2 + first, state_pages), is_quiet=is_quiet))
+    wait(copier.fetch(Copy(there, pages, 2 + first, state_pages)))
     before[0][1:90] = before[0][1:90].flip(0)
     for tensor, old in zip(kv, before, strict=False):
         assert torch.equal(tensor[100:189], old[1:90])

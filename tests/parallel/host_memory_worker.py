@@ -45,11 +45,11 @@ class SlowCopier(HostCopier):
 
     draws = random.Random(os.environ.get("RANK"))
 
-    def write(self, copy: Copy, *, is_quiet: bool = False) -> Any:
+    def write(self, copy: Copy) -> Any:
         super().write(copy)
         return SlowTicket(self.draws.randrange(4))
 
-    def fetch(self, copy: Copy, *, is_quiet: bool = False) -> Any:
+    def fetch(self, copy: Copy) -> Any:
         super().fetch(copy)
         return SlowTicket(self.draws.randrange(4))
 

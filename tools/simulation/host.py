@@ -16,10 +16,10 @@ HOST_RATE = 50e9  # bytes a second between the GPU and host memory: PCIe 5
 class _Copies:
     """What they copy is there in the next step: 25 ms are enough for a gigabyte."""
 
-    def write(self, copy: Copy, *, is_quiet: bool = False) -> _Copies:
+    def write(self, copy: Copy) -> _Copies:
         return self
 
-    def fetch(self, copy: Copy, *, is_quiet: bool = False) -> _Copies:
+    def fetch(self, copy: Copy) -> _Copies:
         return self
 
     def is_done(self) -> bool:
