@@ -14,7 +14,7 @@ In between nothing of it can be evicted, on either side, and nobody finds it.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -68,6 +68,25 @@ class _Published(NamedTuple):
     state: CachedState | None
 
 
+def _key(keys: SequenceKeys, position: int, state: CachedState | None) -> BlockKey:
+    """Of a prefix."""
+    return keys.at(position) if state is None else state.key
+
+
+class _Pending(OrderedDict[BlockKey, _Published]):
+    """What may be written, one after the other."""
+
+    def append(self, published: _Published) -> None:
+        """Behind the others, if it is not there. The first one goes if there are too many."""
+        self.setdefault(_key(*published), published)
+        if len(self) > MOST_PENDING:
+            self.popitem(last=False)
+
+    def popleft(self) -> _Published:
+        """The first one."""
+        return self.popitem(last=False)[1]
+
+
 class _Arrived(NamedTuple):
     state: CachedState | None
     is_new: bool  # it was not there yet
@@ -94,8 +113,8 @@ class HostTier(Tier):
         self.rate = 0  # bytes a second that a fetch moves, as measured; 0: it was not
         self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter(dict.fromkeys(REFUSED, 0))  # by reason
-        self._published: deque[_Published] = deque(maxlen=MOST_PENDING)
-        self._covered: deque[_Published] = deque(maxlen=MOST_PENDING)
+        self._published, self._covered = _Pending(), _Pending()
+        self._writing: set[BlockKey] = set()
         self.version = 0
         # of tiers below: by name, by tier
         self.lower_figures: Callable[[], dict[str, dict[str, int]]] = dict
@@ -105,9 +124,11 @@ class HostTier(Tier):
     def was_published(self, keys: SequenceKeys, position: int, state: CachedState | None) -> None:
         self._published.append(_Published(keys, position, state))
 
-    def was_used(self, key: BlockKey) -> None:
-        known = self.host.states.get(key)
-        if known is not None:
+    def was_used(self, keys: SequenceKeys, state: CachedState) -> None:
+        known = self.host.states.get(state.key)
+        if known is None:
+            self.was_published(keys, state.position, state)
+        else:
             self.host.states.pin(known.slot)
             self.host.states.unpin(known.slot, used=True)
 
@@ -131,12 +152,12 @@ class HostTier(Tier):
                 continue
             state = published.state
             if state is not None and not state.is_shared:
+                if state.runners:
+                    self._published.append(published)  # what they end with says more
+                    continue
                 if state.children:  # another one behind it says more
                     if state.kind == PROMPT_END:
                         self._covered.append(published)
-                    continue
-                if state.runners:
-                    self._published.append(published)  # what it ends with says more
                     continue
             write = self._write(*published)
             if write is not None:
@@ -157,6 +178,7 @@ class HostTier(Tier):
 
     def end_write(self, move: Move) -> bool:
         """It was copied; whether it can be found in host memory."""
+        self._writing.discard(_key(move.keys, move.position, move.state))
         if self._arrived(move, self.device, self.host) is None:
             return False
         if move.state is not None and move.state.alive:
@@ -271,8 +293,8 @@ class HostTier(Tier):
 
     def clear(self) -> None:
         self.version += 1  # what is under way ends without an effect
-        self._published.clear()
-        self._covered.clear()
+        for pending in (self._published, self._covered, self._writing):
+            pending.clear()
         self.host.clear(0)
 
     def begin_step(self, step: int) -> None:
@@ -339,6 +361,7 @@ class HostTier(Tier):
         if state is not None:
             device.states.pin(state.slot)
         device.kv.acquire(table)
+        self._writing.add(_key(keys, position, state))
         return Move(
             keys,
             position,
@@ -368,11 +391,12 @@ class HostTier(Tier):
             self.device.states.queue.refresh(state)
 
     def _is_there(self, published: _Published) -> bool:
-        """Whether there is nothing to write, or nothing any more."""
-        keys, position, state = published
+        """Whether there is nothing to write, or nothing any more, or it is under way."""
+        state, key = published.state, _key(*published)
+        if key in self._writing:
+            return True
         if state is not None:
-            return not state.alive or self.host.states.get(state.key) is not None
-        key = keys.at(position)
+            return not state.alive or self.host.states.get(key) is not None
         return key in self.host.kv.tails or key in self.host.kv.kv_hash_to_block_id
 
     def _same(self, state: CachedState, store: PrefixStore, keys: SequenceKeys) -> CachedState:

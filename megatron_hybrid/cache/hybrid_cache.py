@@ -148,7 +148,7 @@ class HybridCache:
         if match.state is not None:
             self._go_on_from(lease, match.state)
             self._count_user(lease, match.state)
-            self.tier.was_used(match.state.key)
+            self.tier.was_used(lease.keys, match.state)
         return lease
 
     # --------------------------------------------------------------- stepping

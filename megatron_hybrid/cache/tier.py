@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
+from megatron_hybrid.cache.block_hash import SequenceKeys
 from megatron_hybrid.cache.cached_state import CachedState
 from megatron_hybrid.cache.changes import CacheChanges
 
@@ -26,8 +26,8 @@ class Tier(Protocol):
         """A prefix of `position` tokens can be found from now on. state: at its end; None in a
         model that needs none there, and of KV whose end is being computed."""
 
-    def was_used(self, key: BlockKey) -> None:
-        """A cached state is about to be read."""
+    def was_used(self, keys: SequenceKeys, state: CachedState) -> None:
+        """A cached state of the sequence with these keys is about to be read."""
 
     def take_down(self, changes: CacheChanges) -> None:
         """Tell of all that can be found here from now on."""
@@ -43,7 +43,7 @@ class _NoTier:
     def was_published(self, keys: SequenceKeys, position: int, state: CachedState | None) -> None:
         pass
 
-    def was_used(self, key: BlockKey) -> None:
+    def was_used(self, keys: SequenceKeys, state: CachedState) -> None:
         pass
 
     def take_down(self, changes: CacheChanges) -> None:

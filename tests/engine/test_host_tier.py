@@ -296,6 +296,26 @@ def test_a_prompts_own_end_is_not_written_while_something_is_fetched() -> None:
     assert event.cached_tokens == 41
 
 
+def test_what_was_not_kept_is_kept_once_it_is_used_again() -> None:
+    """The end of a prompt, for which there was no room beside the answer's that covers it."""
+    engine = engine_with(pages=44, num_blocks=80, cached_slots=8)
+    host = engine.context.transfers.tier.host
+    for seed in range(4):  # host memory is full
+        generate(engine, [random_tokens(seed, 50)], ANSWER)
+    text = random_tokens(9, 41)
+
+    def is_kept() -> bool:
+        while engine.use_idle_time():
+            pass
+        return any(one.position == 41 for one in host.states.cached())
+
+    generate(engine, [text], ANSWER)
+    assert not is_kept()
+    generate(engine, [text + [7]], 1)
+    generate(engine, [text + [8]], 1)
+    assert is_kept()
+
+
 def test_nobody_waits_for_writes_who_does_not_need_their_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
