@@ -126,11 +126,11 @@ class HostTier(Tier):
 
     def was_used(self, keys: SequenceKeys, state: CachedState) -> None:
         known = self.host.states.get(state.key)
-        if known is None:
-            self.was_published(keys, state.position, state)
-        else:
+        if known is not None:
             self.host.states.pin(known.slot)
             self.host.states.unpin(known.slot, used=True)
+        elif state.hits:  # not for the first time: others share it
+            self.was_published(keys, state.position, state)
 
     @property
     def has_published(self) -> bool:

@@ -2,8 +2,7 @@
 
 CUDA's cudaMemcpy3DBatchAsync, which torch does not offer: nothing is gathered on the GPU first, so
 that steps lose only the bandwidth of the copies themselves. Each copy is of rows at a distance from
-each other: CUDA's driver is busy with each one for some microseconds, in which nobody else launches
-anything, however many rows it has.
+each other: the fewer copies there are, the less is delayed what others launch meanwhile.
 """
 
 from __future__ import annotations

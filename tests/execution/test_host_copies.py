@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_hybrid.cache.host_tier import Copy
-from megatron_hybrid.execution.batch_copies import COPY, Copies
+from megatron_hybrid.execution import batch_copies
+from megatron_hybrid.execution.batch_copies import COPY, BatchCopies, Copies
 from megatron_hybrid.execution.host_copies import HostCopier
 from megatron_hybrid.execution.long_rows import LONG_ROW, LongRows
 from megatron_hybrid.execution.page_parts import PageParts, Part
@@ -161,6 +163,30 @@ def test_what_lies_side_by_side_in_both_places_is_one_copy() -> None:
     ):
         found = rows.of_state(1, pages, to_host=False)
         assert (found["width"] // 8).tolist() == widths
+
+
+def test_so_many_copies_are_enqueued_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bytes] = []
+
+    def copy(number: int, at: int, flags: int, stream: int) -> int:
+        calls.append(ctypes.string_at(at, number * COPY.itemsize))
+        return stream
+
+    streams = iter((0, 0, 0, 7))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cudaMemcpy3DBatchAsync=copy))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=next(streams))
+    )
+    monkeypatch.setattr(batch_copies, "AT_ONCE", 3)
+    parts = [Part(torch.zeros(10, 4, dtype=torch.int64))]
+    rows = LongRows(parts, torch.zeros(20, 4, dtype=torch.int64))
+    copies = rows.of_blocks(range(1, 9), range(2, 18, 2), to_host=True)
+    assert len([*BatchCopies().enqueue(copies)]) == 3
+    assert [len(call) // COPY.itemsize for call in calls] == [3, 3, 2]
+    assert b"".join(calls) == copies.tobytes()
+    with pytest.raises(RuntimeError, match="3 copies could not be enqueued: CUDA's error 7"):
+        next(BatchCopies().enqueue(copies))
 
 
 @pytest.mark.parametrize("width", [LONG_ROW // 8 - 1, LONG_ROW // 8])
