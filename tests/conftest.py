@@ -4,11 +4,15 @@ before any test module does that."""
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import pytest
 import torch
+
+from tests.thorough import A_THIRD, thorough
 
 if TYPE_CHECKING:
     from megatron_hybrid.text.tokenizer import Tokenizer
@@ -33,12 +37,25 @@ LONG = """
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_out_two_thirds(items)
     places = {name: place for place, name in enumerate(LONG)}
 
     def place(item: pytest.Item) -> int:
         return places.get(f"{item.path.parent.name}/{item.path.stem}", len(places))
 
     items.sort(key=place)
+
+
+def leave_out_two_thirds(items: list[pytest.Item]) -> None:
+    """Of the cases of each test with A_THIRD, those whose names' digests are largest."""
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker(A_THIRD.name):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for alike in cases.values():
+        alike.sort(key=lambda item: crc32(item.nodeid.encode()))
+        for item in alike[-(-len(alike) // 3) :]:
+            item.add_marker(thorough)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,9 @@ T = TypeVar("T")
 EVERYTHING = os.environ.get("TESTS") == "all"
 
 thorough = pytest.mark.skipif(not EVERYTHING, reason="others show much the same: TESTS=all")
+# Of a test whose cases differ little CI runs a third: of any two values of a parameter both, most
+# likely, and the same ones in each run (see conftest.py).
+A_THIRD = pytest.mark.a_third
 
 
 def usually(few: T, every: T) -> T:

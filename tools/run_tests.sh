@@ -26,6 +26,7 @@ export TORCHDYNAMO_DISABLE=1
 # not lie among the sources.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX="$VENV/bytecode"
+has_bytecode=$([ -e "$PYTHONPYCACHEPREFIX" ] && echo yes || true)
 
 if [ $# -gt 0 ]; then
     exec python -m pytest "$@" </dev/null
@@ -45,6 +46,8 @@ checking=$!
 step ruff check .
 step ruff format --check .
 workers=${TEST_WORKERS:-$(python -c 'import os; print(min(4, 2 + (os.cpu_count() or 1)))')}
+# Each of pytest's processes would compile the same modules at the same time.
+[ -n "$has_bytecode" ] || python -m pytest --collect-only -q </dev/null >/dev/null || true
 # A file's tests stay in one process: they share servers and loaded models. Files begin in the order
 # that tests/conftest.py gives them, not by how many tests they have.
 step python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations 10

@@ -28,7 +28,7 @@ from tests.disaggregation.engines import (  # noqa: E402
     free_address,
     options,
 )
-from tests.thorough import usually  # noqa: E402
+from tests.thorough import A_THIRD, usually  # noqa: E402
 from tests.tiny_models import FAMILIES, make_tiny_model  # noqa: E402
 
 FIRST = SamplingParams(max_tokens=1, temperature=0.0)
@@ -204,6 +204,7 @@ def test_other_weights_are_none_of_ours(pair: Pair, caplog: pytest.LogCaptureFix
 KINDS = usually(["nemotron_h", "qwen3_next", "lfm2", "mamba", "llama"], [name for name in FAMILIES])
 
 
+@A_THIRD
 @pytest.mark.parametrize("family", KINDS)
 @pytest.mark.parametrize("given", [{}, {"batch_invariant": True}], ids=["fast", "invariant"])
 def test_families(family: str, given: dict[str, Any], tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from tests.disaggregation.page_layout_worker import (
 from tests.mtp_models import make_mtp_model
 from tests.parallel.pretend import first_of
 from tests.parallel.ranks import start_ranks
-from tests.thorough import thorough, usually
+from tests.thorough import A_THIRD, thorough, usually
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 BLOCKS, BLOCK_SIZE, SLOTS, PACKED = 3, 4, 3, 3
@@ -193,6 +193,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in NAMES}
 
 
+@A_THIRD
 @pytest.mark.parametrize("name", NAMES)
 def test_pages_of_any_split_become_those_of_any_other(name: str, folders: dict[str, Path]) -> None:
     tiny = Tiny(folders[name])

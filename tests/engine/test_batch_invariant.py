@@ -29,7 +29,7 @@ from tests.engine.bits import (
     params,
 )
 from tests.knowing_drafter import Knowing, with_drafts, without_clock
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 from tests.tiny_models import FAMILIES
 
 # One family goes through every test, and some others through what their layers do by themselves:
@@ -246,6 +246,7 @@ def test_others_end_and_are_aborted_in_the_middle(known: Known) -> None:
     known.asynchronous = None
 
 
+@A_THIRD
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("number", [1, 3, 8])
 def test_drafts_that_hold_and_that_do_not(known: Known, number: int, asynchronous: bool) -> None:

@@ -16,7 +16,7 @@ from megatron_hybrid.engine.step_costs import (
 from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
 from megatron_hybrid.execution.plan import StepDemand
 from tests.engine.simulated_device import CostModel, Device
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 WIDTHS = (1, 2, 4)
 # Decodes and tokens of a step -> what it takes.
@@ -64,6 +64,7 @@ def rate(batch: int, cost: CostModel, share: float, by_head: bool, width: int) -
     return device.run(max(100, 2000 // batch))
 
 
+@A_THIRD
 @pytest.mark.parametrize(("name", "batch", "share", "by_head"), CASES)
 def test_drafts_never_cost_and_bring_what_the_best_width_does(
     name: str, batch: int, share: float, by_head: bool

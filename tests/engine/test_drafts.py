@@ -20,7 +20,7 @@ from tests.engine.symbolic import (
     random_tokens,
     run,
 )
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 T = random_tokens(71, 2000)
 GRID = 16
@@ -93,6 +93,7 @@ SKIPPING = usually(
 )
 
 
+@A_THIRD
 @pytest.mark.parametrize(("kind", "asynchronous", "drafts", "exact_ends"), SKIPPING)
 def test_the_cache_skips_what_it_skips_without_drafts(
     asynchronous: bool, kind: str, exact_ends: bool, drafts: int
@@ -116,6 +117,7 @@ EVICTING = usually(
 )
 
 
+@A_THIRD
 @pytest.mark.parametrize(("kind", "policy", "drafts"), EVICTING)
 def test_what_is_evicted_is_what_would_be_without_drafts(kind: str, policy: str, drafts: int):
     """With a step at a time, where it is known which drafts hold before anything is reserved."""

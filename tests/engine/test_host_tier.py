@@ -15,6 +15,7 @@ from tests.engine.symbolic import (
     random_tokens,
     run,
 )
+from tests.thorough import A_THIRD
 
 KINDS = {
     "hybrid": {},
@@ -48,6 +49,7 @@ def chats(engine: CheckedEngine, number: int, turns: int) -> list[list[int]]:
     return skipped
 
 
+@A_THIRD
 @pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("slowest", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)

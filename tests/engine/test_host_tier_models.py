@@ -14,7 +14,7 @@ from megatron_hybrid.cache.replay_cost import queue_of
 from megatron_hybrid.engine.transfers import HostTransfers
 from megatron_hybrid.execution.host_copies import CudaHostCopier, HostCopier
 from tests.engine.bits import BLOCK_SIZE, Known, params
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 from tests.tiny_models import FAMILIES
 
 CHATS = 9
@@ -40,6 +40,7 @@ def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Known.of(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@A_THIRD
 @pytest.mark.parametrize("asynchronous", usually([True], [False, True]))
 @pytest.mark.parametrize("block_size", usually([8], [8, 64]))
 def test_chats_go_on_with_the_same_bits(known: Known, block_size: int, asynchronous: bool) -> None:

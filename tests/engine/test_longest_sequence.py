@@ -9,6 +9,7 @@ from megatron_hybrid.engine.sizing import describe
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import BUFFER_FLAG, CONTEXT_FLAG, FinishReason, SamplingParams
 from tests.engine.symbolic import answer, expected_answer, make_engine, random_tokens, run
+from tests.thorough import A_THIRD
 
 T = random_tokens(51, 2000)
 LIMIT = 41  # of 10 blocks of 4 tokens, and the last token, which is never fed
@@ -20,6 +21,7 @@ def endless(**options) -> SamplingParams:
     return SamplingParams(**{"temperature": 0.0, "max_tokens": None, "ignore_eos": True, **options})
 
 
+@A_THIRD
 @pytest.mark.parametrize("kind", ["hybrid", "attention"])
 @pytest.mark.parametrize("exact_ends", [True, False])
 @pytest.mark.parametrize("drafts", [0, 3])

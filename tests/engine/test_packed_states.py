@@ -19,7 +19,7 @@ from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.request import FinishReason
 from tests.engine.symbolic import answer, expected_answer, make_engine, random_tokens, run
 from tests.knowing_drafter import Knowing, with_drafts
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 from tests.tiny_models import make_tiny_model
 
 GRID = 16
@@ -122,6 +122,7 @@ def conversation(ask: Ask) -> Iterator[RequestOutput]:
         yield last
 
 
+@A_THIRD
 @pytest.mark.parametrize(("family", "way", "asynchronous"), CASES)
 def test_answers_are_those_of_checkpoints_rounded_once_by_hand(
     folders: dict[str, Path], family: str, way: str, asynchronous: bool

@@ -19,6 +19,7 @@ from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.families import registry as families
 from megatron_hybrid.models.families.family import Family, Location
 from megatron_hybrid.models.families.raw_config import RawConfig
+from tests.thorough import A_THIRD
 from tests.tiny_models import make_tiny_model
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=1)
@@ -119,6 +120,7 @@ def test_kinds_share_slots_on_their_common_grid(
         assert output.cached_tokens == ((length - 1) // grid * grid if on_grid else length)
 
 
+@A_THIRD
 @pytest.mark.parametrize("family", ["falcon_mamba", "jamba", "mamba2", "qwen3_5", "lfm2"])
 def test_a_prompt_in_two_chunks_leaves_the_state_of_one_pass(tmp_path: Path, family: str) -> None:
     """2,966 tokens as 1,866 and 1,100, in blocks of 2,048: the state at 2,048 lies in the second

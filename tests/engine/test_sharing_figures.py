@@ -6,7 +6,7 @@ import pytest
 
 from megatron_hybrid.request import RequestEvent, SamplingParams
 from tests.engine.symbolic import answer, expected_answer, generate, make_engine, random_tokens, run
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 T = random_tokens(21, 4000)
 OWN = random_tokens(22, 60_000)
@@ -39,6 +39,7 @@ def own(i: int, count: int) -> list[int]:
     return OWN[i * count : (i + 1) * count]
 
 
+@A_THIRD
 @MODES
 @SIZES
 @pytest.mark.parametrize("exact_ends", [True, False])

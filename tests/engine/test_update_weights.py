@@ -17,7 +17,7 @@ from megatron_hybrid import LLM, FinishReason, SamplingParams
 from megatron_hybrid.errors import InvalidRequestError, WeightsError, WeightsLostError
 from megatron_hybrid.layers.parts import WeightPart
 from megatron_hybrid.models.hybrid_model import HybridModel
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 OPTIONS = {
@@ -68,6 +68,7 @@ def values(model: HybridModel) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     "family", usually(["nemotron_h_moe", "jamba", "qwen3_5", "zamba2", "lfm2", "llama"], FAMILIES)
 )

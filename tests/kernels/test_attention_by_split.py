@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedHost, PagedSequences
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 if torch.cuda.is_available():
     pytest.skip("the GPU tests run the compiled kernels", allow_module_level=True)
@@ -272,6 +272,7 @@ def padded(
     return AttentionStep(paged, query, key, value, step.cache, step.expected)
 
 
+@A_THIRD
 @pytest.mark.parametrize("blocks", [60, 2000])
 @pytest.mark.parametrize(
     ("lengths", "n", "longest_run"),

@@ -47,7 +47,7 @@ from tests.kernels.routing_by_hand import (  # noqa: E402
     normed_inputs,
     router,
 )
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 pytestmark = pytest.mark.usefixtures("poisoned", "dots_in_order")
 
@@ -296,6 +296,7 @@ def test_quantized_weights(name: str, tokens: int) -> None:
     check_quantized(in_order, QUANTIZED[name], tokens, "silu", True, 64)
 
 
+@A_THIRD
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("dtype", usually([torch.float16], [torch.float32, torch.float16]))
 def test_bits_of_quantized_weights(name: str, dtype: torch.dtype) -> None:
@@ -346,6 +347,7 @@ ROUTES = [
 ]
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("size", "dtype", "kind"), usually(ROUTES, list(product(SIZES, DTYPES, KINDS)))
 )
@@ -366,6 +368,7 @@ def test_route_of_many_tokens() -> None:
         assert torch.equal(in_order_routing.scores(x, to, tile), expected)
 
 
+@A_THIRD
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"softmax of all"}))
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("tokens", "num_experts", "width"), [(1, 64, 1104), (4, 8, 304)])

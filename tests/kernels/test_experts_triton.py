@@ -27,7 +27,7 @@ from tests.kernels.experts_by_hand import (  # noqa: E402
     shared_mlp,
     shared_out,
 )
-from tests.thorough import combined, usually  # noqa: E402
+from tests.thorough import A_THIRD, combined, usually  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -230,6 +230,7 @@ SHAPES = usually(
 )
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("name", "tokens", "activation", "gated", "inner"),
     [(name, *shape) for i, name in enumerate(QUANTIZED) for shape in SHAPES[i % 2]],

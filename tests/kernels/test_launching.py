@@ -27,6 +27,7 @@ from megatron_hybrid.kernels.launching import (  # noqa: E402
     launched_by_triton,
     next_power_of_2,
 )
+from tests.thorough import A_THIRD  # noqa: E402
 
 
 class Kind(NamedTuple):
@@ -160,6 +161,7 @@ OPTIONS = [
 ]
 
 
+@A_THIRD
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("first", range(len(OTHERS)))
 def test_launches_share_what_triton_compiled_for_both(first: int, options: dict[str, Any]) -> None:

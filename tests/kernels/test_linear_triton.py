@@ -22,7 +22,7 @@ from tests.kernels.linear_cases import (
     rounding_by_steps,
     some_weight,
 )
-from tests.thorough import combined, usually
+from tests.thorough import A_THIRD, combined, usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
@@ -107,6 +107,7 @@ def test_one_row_in_8_bits(
     check_one_row_bytes(one_row_bytes, FORMATS[name], rows, columns, has_bias, dtype)
 
 
+@A_THIRD
 @pytest.mark.parametrize("name", QUANTIZE)
 @pytest.mark.parametrize(
     "tile",
@@ -181,6 +182,7 @@ def test_few_rows_in_16_bits(tokens: int, rows: int, columns: int, has_bias: boo
     check_few_rows(few_rows, tokens, rows, columns, has_bias, torch.float16)
 
 
+@A_THIRD
 @pytest.mark.parametrize(("processors", "tile"), TILES, ids=str)
 @pytest.mark.parametrize(
     ("tokens", "rows", "columns"), [(2, 230, 328), (5, 100, 1040), (33, 33, 328), (64, 150, 501)]

@@ -22,6 +22,7 @@ from tests.kernels.routing_by_hand import (  # noqa: E402
     normed_inputs,
     router,
 )
+from tests.thorough import A_THIRD  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -42,6 +43,7 @@ def test_choose(num_experts: int, dtype: torch.dtype, kind: str) -> None:
     torch.testing.assert_close(weights.double(), expected_weights, atol=1e-6, rtol=1e-5)
 
 
+@A_THIRD
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("tokens", "num_experts", "width"),
@@ -164,6 +166,7 @@ def test_equal_logits_go_to_the_lower_expert(  # type: ignore[no-untyped-def]
     assert experts.tolist() == [[0, 1, 2]] * 2
 
 
+@A_THIRD
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("norm_dtype", [torch.float32, torch.float16])

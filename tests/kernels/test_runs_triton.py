@@ -16,7 +16,7 @@ from tests.kernels import conv_cases, test_gated_delta_rule, test_mamba1_scan, t
 from tests.kernels.recurrence_contract import Recurrence, check_runs
 from tests.kernels.runs_cases import Play
 from tests.kernels.segments import poisoned
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
@@ -62,6 +62,7 @@ def test_mamba2s_programs_may_have_any_rows(size: int, block_p: int) -> None:
     check_runs(recurrence, Play(size, count=3, ring_length=4, most=1), padding=1, calls=8)
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("k_dim", "block_v", "ring_length"), [(8, 16, 3), (64, 16, 5), (64, 8, 9), (16, None, 11)]
 )

@@ -20,7 +20,7 @@ from tests.kernels import test_gated_delta_rule, test_mamba1_scan, test_mamba2_s
 from tests.kernels.recurrence_contract import Data, Recurrence
 from tests.kernels.runs_cases import Play
 from tests.kernels.segments import Segment, prefill_segments
-from tests.thorough import EVERYTHING, usually
+from tests.thorough import A_THIRD, EVERYTHING, usually
 
 CHUNK, SEED = 16, 12345
 KERNELS = ["reference"]
@@ -88,6 +88,7 @@ def test_prompts(recurrence: Recurrence) -> None:
     assert torch.equal(stored[7], stored[1])
 
 
+@A_THIRD
 @pytest.mark.parametrize("most", [1, 4])
 def test_runs(recurrence: Recurrence, most: int) -> None:
     """Sequences with unfolded tokens, drafts, checkpoints; and of one token each, for which Mamba2

@@ -35,6 +35,7 @@ from megatron_hybrid.layers.norm import RMSNorm  # noqa: E402
 from megatron_hybrid.models.blocks import MoEBlock  # noqa: E402
 from megatron_hybrid.parallel import RankGroup, initialize  # noqa: E402
 from tests.parallel.pretend import first_of  # noqa: E402
+from tests.thorough import A_THIRD
 
 WIDTH = 40
 GATED = MLPConfig(24, gated=True, activation="silu")
@@ -84,6 +85,7 @@ def run(layer: MoE, tokens: int) -> tuple[Tensor, Tensor, list[Shared | None]]:
     return ours, layer(x, KernelPlans(caches, REFERENCE)), given
 
 
+@A_THIRD
 @pytest.mark.parametrize("has_gate", [True, False])
 @pytest.mark.parametrize("expert", [GATED, PLAIN])
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from megatron_hybrid import LLM, SamplingParams
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.training import TrainableModel
 from tests.engine.bits import OPTIONS
-from tests.thorough import EVERYTHING, usually
+from tests.thorough import A_THIRD, EVERYTHING, usually
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 SOME = ("nemotron_h_moe", "jamba", "qwen3_next", "zamba2")
@@ -51,6 +51,7 @@ def shares(answers: list[list[int]]) -> list[Tensor]:
     return [torch.randn(len(answer), generator=generator) for answer in answers]
 
 
+@A_THIRD
 @pytest.mark.parametrize("family", usually(SOME, FAMILIES))
 def test_log_probabilities_are_those_of_the_rollout_and_gradients_those_of_transformers(
     family: str, tmp_path: Path

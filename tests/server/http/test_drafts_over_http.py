@@ -10,7 +10,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from tests.server.conftest import reference_server
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 PROMPT = "The old town, the old harbour, the old town, the old harbour, the old"
 COMPLETION = "/v1/completions"
@@ -55,6 +55,7 @@ def streamed_text(http: FlaskClient, body: dict[str, Any]) -> str:
     return "".join(choice["text"] for piece in pieces for choice in piece["choices"])
 
 
+@A_THIRD
 @pytest.mark.parametrize("temperature, logprobs", [(0.0, 2), (0.7, None)])
 @pytest.mark.parametrize("stop", usually([None, ["e o"]], [None, ["harbour, the"], ["e o"]]))
 def test_answers_are_those_without_drafts(

@@ -18,6 +18,7 @@ from megatron_hybrid.server.replicas.replica import PromptKeys
 from simulation.indexed_routers import DynamoKV, HashRing, IndexedPlacer
 from simulation.replicas import COSTS, REFERENCE, Ask, Chats, Replicas
 from simulation.routers import PlacerRouter
+from tests.thorough import A_THIRD
 
 CHATS = Chats(
     requests=300, systems=4, system_tokens=350, clients=24, open_chats=60, documents=10, spread=0.3
@@ -25,6 +26,7 @@ CHATS = Chats(
 REPLICAS = 5
 
 
+@A_THIRD
 @pytest.mark.parametrize("kill", [False, True])
 @pytest.mark.parametrize("policy", ["longest_prefix", "load_balanced"])
 def test_indexed_placer_decides_as_the_coordinator(policy: str, kill: bool) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.server.http.responses.responding import ADD, CALL, FOX, OPENED, THOUGHT, Serve, Server
 from tests.text import thinking_templates as templates
+from tests.thorough import A_THIRD
 
 AGAIN = {"role": "user", "content": "Again"}
 KEPT = {"chat_template_kwargs": {"truncate_history_thinking": False}}
@@ -51,6 +52,7 @@ def next_prompt(
     return server.prompt
 
 
+@A_THIRD
 @pytest.mark.parametrize("how", ["by id", "by items", "by references", "sealed"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
