@@ -14,6 +14,8 @@ On a machine with two GPUs, of which each engine takes one (with one GPU they sh
 
 same     8 prompts of 8,192 tokens: answers, first tokens, and tokens that were skipped, of prompts
          that the other engine computed, one after the other, and of those computed here
+long     one of 65,536 tokens: its first token, computed here, read when the other engine has
+         computed it, and read while it does
 between  the time between tokens of 32 running answers: quiet, while the other engine computes 32
          prompts of 8,192 tokens that come at once (and are answered here, 64 tokens each), and
          while this engine computes 32 such prompts
@@ -38,6 +40,7 @@ from bench.loads import Figures, run_loads
 from megatron_hybrid import EngineConfig, SamplingParams
 from megatron_hybrid.engine.build import build_engine
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.engine.transfers import Transfers
 
 Prompt = list[int]
 FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -68,10 +71,15 @@ class PrefillEngine:
         """To be computed."""
         self._ours.send((name, prompt))
 
-    def computed(self) -> Iterator[str]:
-        """The names of those that have been since the last call."""
+    def news(self) -> Iterator[tuple[str, bool]]:
+        """The names of those that it has taken since the last call, and, by True, computed."""
         while self._ours.poll():
             yield self._ours.recv()
+
+    def wait_for(self, name: str, *, computed: bool) -> None:
+        """Until it has been taken, or computed."""
+        while (name, computed) not in self.news():
+            time.sleep(1e-4)
 
     def end(self) -> None:
         """Stop it."""
@@ -97,10 +105,11 @@ def _compute(config: EngineConfig, others: Connection) -> None:
         while others.poll(0 if engine.has_work() or engine.use_idle_time() else 0.001):
             name, prompt = others.recv()
             engine.add_request(name, prompt, FIRST)
+            others.send((name, False))
         if engine.has_work():
             for event in engine.step():
                 if event.finish_reason is not None:
-                    others.send(event.request_id)
+                    others.send((event.request_id, True))
 
 
 class Benchmark:
@@ -122,14 +131,19 @@ class Benchmark:
         """Of requests, scaled."""
         return max(least, round(full * self._scale))
 
-    def one(self, prompt: Prompt, *, elsewhere: bool) -> tuple[list[int], float, int]:
-        """Tokens, milliseconds to the first one, and skipped tokens, of a request alone."""
+    def one(self, prompt: Prompt, how: str) -> tuple[list[int], float, int]:
+        """Tokens, milliseconds to the first one, and skipped tokens, of a request alone: computed
+        "here", "handed over", or "read ahead"."""
         begin, name, tokens, first = time.perf_counter(), f"r{next(self._numbers)}", [], 0.0
-        if elsewhere:
+        if how != "here":
             self.prefill.send(name, prompt)
-            while not any(self.prefill.computed()):
-                time.sleep(1e-4)
-        peer = self.prefill.address if elsewhere else ""
+            self.prefill.wait_for(name, computed=how == "handed over")
+        if how == "read ahead":
+            self._follow(name, prompt)
+            while not self._transfers.is_read_ahead(name):
+                self.engine.use_idle_time()
+                time.sleep(1e-3)
+        peer = "" if how == "here" else self.prefill.address
         params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
         self.engine.add_request(name, prompt, params, prefilled_by=peer)
         skipped = 0
@@ -140,14 +154,23 @@ class Benchmark:
                 skipped = event.cached_tokens
         return tokens, first, skipped
 
+    @property
+    def _transfers(self) -> Transfers:
+        return self.engine.context.transfers
+
+    def _follow(self, name: str, prompt: Prompt) -> None:
+        """As a server does with a request whose prompt another one computes."""
+        tokens = np.array(prompt, dtype=np.int32)
+        self._transfers.read_ahead(name, tokens, "", self.prefill.address, name)
+
     def same(self) -> Figures:
         """See the module."""
-        for elsewhere in (True, False):  # what is compiled, and connections
-            self.one(self.prompt(8192), elsewhere=elsewhere)
+        for how in ("handed over", "here"):  # what is compiled, and connections
+            self.one(self.prompt(8192), how)
         prompts = [self.prompt(8192) for _ in range(self.count(8))]
-        handed = [self.one(prompt, elsewhere=True) for prompt in prompts]
+        handed = [self.one(prompt, "handed over") for prompt in prompts]
         self.engine.reset_prefix_cache()
-        here = [self.one(prompt, elsewhere=False) for prompt in prompts]
+        here = [self.one(prompt, "here") for prompt in prompts]
         return {
             "prompts": len(prompts),
             "tokens_each": len(prompts[0]),
@@ -155,6 +178,17 @@ class Benchmark:
             "skipped_whole": sum(a[2] == len(p) for a, p in zip(handed, prompts, strict=True)),
             "first_token_handed_over_ms": float(np.median([one[1] for one in handed])),
             "first_token_computed_here_ms": float(np.median([one[1] for one in here])),
+        }
+
+    def long(self) -> Figures:
+        """See the module."""
+        ways = ("here", "handed over", "read ahead")
+        for how in ways:  # the same
+            self.one(self.prompt(65536), how)
+        found = {how: self.one(self.prompt(65536), how) for how in ways}
+        return {
+            **{f"first_token_{how.replace(' ', '_')}_ms": one[1] for how, one in found.items()},
+            "skipped_of_read_ahead": found["read ahead"][2],
         }
 
     def between(self) -> Figures:
@@ -194,9 +228,15 @@ class Benchmark:
                 engine.add_request(name, prompt, answer)
         open_names, skipped = set(arriving), 0
         gaps: list[float] = []
+        followed: list[str] = []
         last, most = time.perf_counter(), max(20, round(500 * self._scale))
         while open_names or len(gaps) < most:
-            for name in self.prefill.computed():
+            for name, computed in self.prefill.news():
+                if not computed:
+                    self._follow(name, arriving[name])
+                    followed.append(name)
+            for name in [one for one in followed if self._transfers.is_read_ahead(one)]:
+                followed.remove(name)
                 engine.add_request(name, arriving[name], answer, prefilled_by=self.prefill.address)
             for event in engine.step():
                 if event.request_id == running[0]:
@@ -236,7 +276,7 @@ def measure(
 
 
 def main() -> int:
-    return run_loads(__doc__, ["same", "between"], measure)
+    return run_loads(__doc__, ["same", "long", "between"], measure)
 
 
 if __name__ == "__main__":

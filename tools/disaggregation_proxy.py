@@ -4,8 +4,9 @@ r"""Stands before servers that compute prompts and servers that go on from there
     python tools/disaggregation_proxy.py --port 5000 \
         --prefill http://10.0.0.1:5001 --decode http://10.0.0.2:5002 http://10.0.0.3:5002
 
-Chats and completions go to a prefill server, then, with the `kv_transfer_params` that it answers,
-to a decode server, whose answer is passed on as it comes; of each kind to one after the other.
+Chats and completions go to a prefill server, then, with the `kv_transfer_params` that it answers
+when it has taken them, to a decode server, whose answer is passed on as it comes; of each kind to
+one after the other. So the latter reads what the former computes while it does.
 Where a prefill server fails, the decode server computes the prompt itself, and the log says so. All
 else goes to the first decode server. docs/server.md has the servers' flags.
 """
@@ -18,9 +19,9 @@ import json
 import logging
 import select
 import socket
-from collections.abc import Sequence
-from contextlib import closing, suppress
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
@@ -65,36 +66,42 @@ class Handler(BaseHTTPRequestHandler):
         if "Transfer-Encoding" in self.headers:
             return self.send_error(411, "The body must come with its Content-Length.")
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        url = self.server.first_decode
         try:
-            if self.command == "POST" and self.path.partition("?")[0] in PREFILLED:
-                url = next(self.server.decode)
-                fields = _fields(body)
-                if fields is not None:  # else the decode server says what is wrong
-                    if not self._prefill(fields):
-                        return None
-                    body = json.dumps(fields).encode()
-            self._pass_on(url, body)
+            with ExitStack() as prefilling:
+                self._answer(body, prefilling)
         except (ClientGone, OSError):
             logger.info("A client has hung up.")
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_OPTIONS = answer
 
-    def _prefill(self, fields: dict[str, Any]) -> bool:
-        """Have the prompt computed, and add to its fields what the decode server has to know; False
-        where the prefill server has refused the request, as the client was told."""
+    def _answer(self, body: bytes, prefilling: ExitStack) -> None:
+        url = self.server.first_decode
+        if self.command == "POST" and self.path.partition("?")[0] in PREFILLED:
+            url = next(self.server.decode)
+            fields = _fields(body)
+            if fields is not None:  # else the decode server says what is wrong
+                if not self._prefill(fields, prefilling):
+                    return
+                body = json.dumps(fields).encode()
+        self._pass_on(url, body)
+
+    def _prefill(self, fields: dict[str, Any], prefilling: ExitStack) -> bool:
+        """Have the prompt computed, until `prefilling` ends, and add to its fields what the decode
+        server has to know; False where the prefill server has refused the request, as the client
+        was told."""
         fields.pop(FIELD, None)  # the client does not choose among our servers
         asked = {name: value for name, value in fields.items() if name not in NOT_OF_A_PROMPT}
         url = next(self.server.prefill)
         try:
-            body = json.dumps({**asked, "max_tokens": 1, "stream": False}).encode()
-            with closing(self._send(url, body)) as connection:
-                self._wait(connection.sock, PREFILL_SECONDS)
-                response = connection.getresponse()
-                data = response.read()
+            body = json.dumps({**asked, "max_tokens": 1, "stream": True}).encode()
+            connection = prefilling.enter_context(closing(self._send(url, body)))
+            upstream = connection.sock
+            self._wait(upstream, PREFILL_SECONDS)
+            response = prefilling.enter_context(closing(connection.getresponse()))
             if not 400 <= response.status < 500:
-                fields[FIELD] = json.loads(data)[FIELD]
+                fields[FIELD] = self._handed_over(upstream, response)
                 return True
+            data = response.read()
         except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
             logger.warning("%s did not compute a prompt; the decode server does: %r", url, error)
             return True
@@ -107,6 +114,25 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
         return False
+
+    def _handed_over(self, upstream: socket.socket, response: HTTPResponse) -> Any:
+        """What a prefill server says of where a prompt is computed, or, at its end, was."""
+        told = None
+        for event in self._events(upstream, response):
+            told = event.get(FIELD, told)
+            if told is not None and "request" in told:
+                break
+        if told is None:
+            raise LookupError(f"its stream ends without {FIELD}")
+        return told
+
+    def _events(self, upstream: socket.socket, response: HTTPResponse) -> Iterator[Any]:
+        """Of a stream, without the word that ends it."""
+        data = b""
+        while piece := response.read1(PIECE):
+            *events, data = (data + piece).split(b"\n\n")
+            yield from (json.loads(one[5:]) for one in events if one.startswith(b"data: {"))
+            self._wait(upstream, PREFILL_SECONDS)
 
     def _pass_on(self, url: str, body: bytes) -> None:
         """The client gets every byte that this server answers, as it comes."""

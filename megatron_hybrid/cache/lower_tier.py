@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
@@ -26,11 +27,12 @@ class Save(NamedTuple):
     parent: bytes
     pages: list[int]  # of its KV
     state_pages: list[int]
-    ending: Ending
+    ending: Ending | None  # None: KV alone, of a prompt that is still computed
     pin: Pin
 
     def stored(self, root: bytes) -> Stored:
         """What it is there."""
+        assert self.ending is not None, "a part is not stored"
         return Stored(root, self.keys, self.parent, bytes.fromhex(self.ending.key))
 
 
@@ -51,9 +53,11 @@ class LowerTier:
     ) -> Save | None:
         """The same by keys: of all its KV, in order, of its end, and of its last full block."""
         host = self.upper.host
-        pages = [host.block_of(name) for name in names]
         state = host.states.get(key)
-        if 0 in pages or (state is None and host.geometry.has_recurrent):
+        if state is None and host.geometry.has_recurrent:
+            return None
+        pages = [host.block_of(name) for name in names]
+        if 0 in pages:
             return None
         slot, state_pages = NULL_SLOT, []
         if state is not None:
@@ -72,13 +76,27 @@ class LowerTier:
         )
         return Save(names, parent, pages, state_pages, ending, Pin(slot, pages))
 
+    def begin_save_of_part(self, names: list[bytes], least: int) -> Save | None:
+        """The KV of a prompt's first blocks, as far as it is there; None: there are not so many."""
+        host = self.upper.host
+        pages = list(takewhile(bool, map(host.block_of, names)))
+        if len(pages) < least:
+            return None
+        host.kv.acquire(pages)
+        return Save(names[: len(pages)], b"", pages, [], None, Pin(NULL_SLOT, pages))
+
     def end_save(self, save: Save, written: int | None) -> None:
         """It was written, so many bytes; None: it could not be."""
         host = self.upper.host
         host.unpin(save.pin)
         if written is not None:
-            self.counts["tier_writes"] += 1
+            self.counts["tier_writes"] += save.ending is not None
             self.counts["tier_bytes_written"] += written
+
+    def num_there(self, keys: SequenceKeys) -> int:
+        """Full blocks of KV from the beginning that are in host memory."""
+        there = self.upper.host.kv.kv_hash_to_block_id
+        return sum(1 for _ in takewhile(there.__contains__, keys.blocks))
 
     def begin_load(self, keys: SequenceKeys, found: Found, beyond: int) -> Move | None:
         """A place in host memory for what the store has of a prompt, of which `beyond` tokens need
@@ -125,7 +143,7 @@ class LowerTier:
             return False
         if not self.upper.arrived_from_below(move):
             return False
-        self.counts["tier_fetches"] += 1
+        self.counts["tier_fetches"] += move.tokens > 0  # else it is the KV of a part
         self.counts["tier_tokens_fetched"] += move.tokens
         geometry = host.geometry
         state = geometry.bytes_per_cached_slot if move.state is not None else 0

@@ -46,7 +46,7 @@ class Found(NamedTuple):
     """How far a prompt is there."""
 
     position: int
-    ending: Ending | None  # None: nothing but KV is needed
+    ending: Ending | None  # None: nothing but KV is needed, or there
     place: Any = None  # where it lies, for who has found it
 
 
@@ -90,6 +90,10 @@ class Prefixes(Protocol):
     def find(self, wanted: Wanted) -> Found | None:
         """The furthest place from which the prompt can go on, past `beyond`; None: there is
         none."""
+
+    def follow(self, peer: str, request: str, kv: list[BlockKey], first: int) -> Found | None:
+        """What there is of a prompt while a peer's request computes it: KV, of more than its first
+        blocks; at 0 nothing new yet. None: the request has ended."""
 
     def read(self, stored: Stored, blocks: Sequence[Views], state: Views) -> bool:
         """Fill the memory of the last blocks of KV, and of a state if there is any; whether all of
@@ -146,6 +150,10 @@ class StoredPrefixes:
                     return Found(position, ending)
             if not needs_state and beyond < count * size < length:
                 return Found(count * size, None)
+        return None
+
+    def follow(self, peer: str, request: str, kv: list[BlockKey], first: int) -> Found | None:
+        """Nobody computes anything for it."""
         return None
 
     def read(self, stored: Stored, blocks: Sequence[Views], state: Views) -> bool:

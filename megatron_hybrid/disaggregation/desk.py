@@ -2,7 +2,8 @@
 that they talk to.
 
 What is offered stays where it is until it was read, or for a time. What is asked for before it is
-offered is looked for by the engine once: it is there, or it comes, or it does not.
+offered is looked for by the engine once: it is there, or it comes, or it does not. Of a prompt that
+is computed meanwhile KV is offered to who asks, as far as it is there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,15 +27,26 @@ class Offer(NamedTuple):
     position: int
     pages: list[int]  # of all its KV
     state_pages: list[int]
-    ending: Ending
+    ending: Ending | None  # None: of a prompt that is still computed, without a state
 
 
 class Wanted(NamedTuple):
-    """Places in a prompt, the furthest first, with their keys; and the keys of its full blocks."""
+    """Places in a prompt, the furthest first, with their keys; and the keys of its full blocks. Of
+    a prompt that is computed no places, the request that does that, and how many blocks need not
+    be there."""
 
     kv: list[bytes]
     ends: list[tuple[int, bytes]]
-    number: int = 0  # of the question, by which it is refused
+    request: str = ""
+    first: int = 0
+    number: int = 0  # of the question, by which it is answered
+
+
+class Answer(NamedTuple):
+    """To a question about something that was not on offer."""
+
+    part: bytes = b""  # by which end KV is on offer now, of a prompt that is computed
+    comes: bool = False  # the request that computes it has not ended
 
 
 @dataclass(slots=True)
@@ -60,7 +72,7 @@ class Desk:
         self._offers: dict[bytes, _Open] = {}  # by their ends, the oldest first
         self._leases: dict[int, bytes] = {}
         self._wanted: list[Wanted] = []
-        self._refused: set[int] = set()
+        self._answers: dict[int, Answer | None] = {}  # by open question
 
     # ------------------------------------------------------ the engine's thread
 
@@ -75,10 +87,11 @@ class Desk:
             found, self._wanted = self._wanted, []
             return found
 
-    def refuse(self, number: int) -> None:
-        """What was wanted is not here, and does not come."""
+    def answer(self, number: int, answer: Answer) -> None:
+        """To a question about a place that is not on offer."""
         with self._lock:
-            self._refused.add(number)
+            if number in self._answers:
+                self._answers[number] = answer
 
     def take_back(self) -> list[tuple[bytes, bool]]:
         """The ends of what is not on offer any more, and whether it was read."""
@@ -99,10 +112,10 @@ class Desk:
 
     # ------------------------------------------------------- the others' thread
 
-    def lease(self, wanted: Wanted) -> tuple[int, Offer] | None:
-        """What is there, and the number by which to give it back."""
+    def lease(self, ends: Iterable[bytes]) -> tuple[int, Offer] | None:
+        """What is there by the first of some ends, and the number by which to give it back."""
         with self._lock:
-            for _, end in wanted.ends:
+            for end in ends:
                 found = self._offers.get(end)
                 if found is None:
                     continue
@@ -117,15 +130,18 @@ class Desk:
         with self._lock:
             number = next(self._numbers)
             self._wanted.append(wanted._replace(number=number))
+            self._answers[number] = None
             return number
 
-    def is_refused(self, number: int) -> bool:
-        """Whether it was; that is said once."""
+    def answer_to(self, number: int) -> Answer | None:
+        """None: there is none yet."""
         with self._lock:
-            if number in self._refused:
-                self._refused.remove(number)
-                return True
-            return False
+            return self._answers[number]
+
+    def is_answered(self, number: int) -> None:
+        """Nobody waits for an answer any more."""
+        with self._lock:
+            del self._answers[number]
 
     def give_back(self, lease: int) -> None:
         """It is not read any more."""

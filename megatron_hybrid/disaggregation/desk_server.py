@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -92,29 +92,38 @@ class DeskServer:
             case wire.Done(_, lease):
                 self._desk.give_back(lease)
             case wire.Find(number, identity, kv, ends, wait):
-                if reason := identity.why_not(self._identity()):
-                    self._send(client, wire.Nothing(number, reason))
-                    return
-                until = time.monotonic() + min(wait, MOST_WAIT)
-                asked = _Asked(client, number, Wanted(kv, ends), until)
-                if not self._offer(asked):
-                    asked.ticket = self._desk.want(asked.wanted)
-                    self._waiting.append(asked)
+                self._look_for(client, number, identity, Wanted(kv, ends), wait)
+            case wire.Follow(number, identity, kv, first, request, wait):
+                self._look_for(client, number, identity, Wanted(kv, [], request, first), wait)
+
+    def _look_for(
+        self, client: bytes, number: int, identity: wire.Identity, wanted: Wanted, wait: float
+    ) -> None:
+        if reason := identity.why_not(self._identity()):
+            self._send(client, wire.Nothing(number, reason))
+            return
+        asked = _Asked(client, number, wanted, time.monotonic() + min(wait, MOST_WAIT))
+        if not self._offer(asked, [end for _, end in wanted.ends]):
+            asked.ticket = self._desk.want(wanted)
+            self._waiting.append(asked)
 
     def _look_again(self) -> None:
         now = time.monotonic()
         waiting, self._waiting = self._waiting, []
         for asked in waiting:
-            if self._offer(asked):
-                continue
-            if self._desk.is_refused(asked.ticket) or now > asked.until:
-                self._send(asked.client, wire.Nothing(asked.number))
-            else:
-                self._waiting.append(asked)
+            answer = self._desk.answer_to(asked.ticket)
+            ends = [end for _, end in asked.wanted.ends]
+            if not self._offer(asked, ends if answer is None else [*ends, answer.part]):
+                if answer is None and now <= asked.until:
+                    self._waiting.append(asked)
+                    continue
+                comes = answer is not None and answer.comes
+                self._send(asked.client, wire.Nothing(asked.number, comes=comes))
+            self._desk.is_answered(asked.ticket)
 
-    def _offer(self, asked: _Asked) -> bool:
+    def _offer(self, asked: _Asked, ends: Iterable[bytes]) -> bool:
         """Whether there was something."""
-        found = self._desk.lease(asked.wanted)
+        found = self._desk.lease(ends)
         if found is None:
             return False
         lease, (position, pages, state_pages, ending) = found

@@ -52,6 +52,20 @@ class Find(Message, frozen=True):
     wait: float
 
 
+class Follow(Message, frozen=True):
+    """What there is of a prompt while a request computes it: KV, of more blocks than the first
+    ones. Answered with Offered or Nothing, after `wait` seconds at the latest."""
+
+    identity: Identity
+    kv: list[bytes]  # the keys of its full blocks
+    first: int
+    request: str
+    wait: float
+
+
+Question = Hello | Find | Follow
+
+
 class Done(Message, frozen=True):
     """What was offered is not read any more. Not answered."""
 
@@ -74,24 +88,26 @@ class Welcome(Message, frozen=True):
 
 
 class Offered(Message, frozen=True):
-    """A prefix whose pages stay what they are until `Done`, and for LEASE_SECONDS at most."""
+    """A prefix whose pages stay what they are until `Done`, and for LEASE_SECONDS at most.
+    `ending`: None, if it is KV alone, of a prompt that is still computed."""
 
     instance: str
     lease: int
     position: int
     pages: list[int]  # of all its KV
     state_pages: list[int]
-    ending: Ending
+    ending: Ending | None
 
 
 class Nothing(Message, frozen=True):
-    """`reason`: empty, if there is just nothing."""
+    """`reason`: empty, if there is just nothing. `comes`: the request has not ended; ask again."""
 
     reason: str = ""
+    comes: bool = False
 
 
 LEASE_SECONDS = 60.0
 
 encode = msgspec.msgpack.Encoder().encode
-decode_question = msgspec.msgpack.Decoder(Hello | Find | Done).decode
+decode_question = msgspec.msgpack.Decoder(Question | Done).decode
 decode_answer = msgspec.msgpack.Decoder(Welcome | Offered | Nothing).decode

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from megatron_hybrid.cache.block_hash import BlockKey
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.stored_prefixes import Ending, Found, Stored, Views, Wanted
 from megatron_hybrid.cache.tail_index import is_usable
@@ -22,6 +23,7 @@ from megatron_hybrid.errors import ConfigurationError, StoreError
 FIND_SECONDS = 8.0  # what is not there yet comes within some of the other one's steps
 READ_SECONDS = 20.0  # from the offer on: it stays longer, so that nothing can change meanwhile
 HELLO_SECONDS = 5.0
+FOLLOWED_AGAIN_SECONDS = 0.005
 
 
 class Place(NamedTuple):
@@ -33,6 +35,12 @@ class Place(NamedTuple):
     pages: list[int]
     state_pages: list[int]
     until: float  # by the first rank's clock
+
+
+def _place(peer: str, offered: wire.Offered, begin: float) -> Place:
+    until = begin + READ_SECONDS
+    pages, state_pages = offered.pages, offered.state_pages
+    return Place(peer, offered.instance, offered.lease, pages, state_pages, until)
 
 
 class PeerPrefixes:
@@ -73,22 +81,39 @@ class PeerPrefixes:
         ends = [(end, keys.at(end)) for end in places]
         blocks = keys.blocks[: places[0] // self._geometry.block_size]
         question = wire.Find(number, self._identity(), blocks, ends, FIND_SECONDS)
-        answer = self._peers.ask(wanted.peer, question, FIND_SECONDS + 1.0)
-        if isinstance(answer, wire.Nothing) and answer.reason:
-            raise StoreError(
-                f"Nothing can be had from {wanted.peer} ({FLAG}): {answer.reason}. Both servers "
-                "need the same model, weights and types of caches."
-            )
+        answer = self._answer(wanted.peer, question, FIND_SECONDS + 1.0)
         if not isinstance(answer, wire.Offered):
             return None
-        place = Place(
-            wanted.peer, answer.instance, answer.lease, answer.pages, answer.state_pages,
-            begin + READ_SECONDS,
-        )  # fmt: skip
+        place = _place(wanted.peer, answer, begin)
         if self._is_whole(answer, dict(ends), length):
             return Found(answer.position, answer.ending, place)
         self.ended(place)
         return None
+
+    def follow(self, peer: str, request: str, kv: list[BlockKey], first: int) -> Found | None:
+        """As Prefixes."""
+        begin, number = time.monotonic(), self._peers.number()
+        question = wire.Follow(number, self._identity(), kv, first, request, FIND_SECONDS)
+        answer = self._answer(peer, question, FIND_SECONDS + 1.0)
+        if isinstance(answer, wire.Offered):
+            place = _place(peer, answer, begin)
+            if first < len(answer.pages) <= len(kv) and not answer.state_pages:
+                return Found(len(answer.pages) * self._geometry.block_size, None, place)
+            self.ended(place)
+            return None
+        if isinstance(answer, wire.Nothing) and answer.comes:
+            time.sleep(FOLLOWED_AGAIN_SECONDS)
+            return Found(0, None)
+        return None
+
+    def _answer(self, peer: str, question: wire.Find | wire.Follow, seconds: float) -> wire.Message:
+        answer = self._peers.ask(peer, question, seconds)
+        if isinstance(answer, wire.Nothing) and answer.reason:
+            raise StoreError(
+                f"Nothing can be had from {peer} ({FLAG}): {answer.reason}. Both servers "
+                "need the same model, weights and types of caches."
+            )
+        return answer
 
     def read(self, stored: Stored, blocks: Sequence[Views], state: Views) -> bool:
         """As Prefixes."""
@@ -129,7 +154,7 @@ class PeerPrefixes:
     def _is_whole(self, found: wire.Offered, ends: dict[int, bytes], length: int) -> bool:
         """Whether the prompt can be gone on from there, as the answer says."""
         position, ending, geometry = found.position, found.ending, self._geometry
-        if position not in ends or ending.key != ends[position].hex():
+        if ending is None or position not in ends or ending.key != ends[position].hex():
             return False
         state = ending if ending.has_state else None
         return is_usable(state, position, length, needs_state=geometry.has_recurrent) and len(

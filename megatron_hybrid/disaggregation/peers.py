@@ -39,7 +39,7 @@ class Peers:
         self._silent: dict[str, float] = {}  # by address: until when it is left alone
         self._calls = Calls()
 
-    def ask(self, peer: str, question: wire.Find | wire.Hello, seconds: float) -> wire.Message:
+    def ask(self, peer: str, question: wire.Question, seconds: float) -> wire.Message:
         """The answer. Raises StoreError, if there is none in time, and for a while after that."""
         if time.monotonic() < self._silent.get(peer, 0.0):
             raise StoreError(f"{peer} did not answer a moment ago and is not asked ({FLAG}).")
@@ -69,9 +69,7 @@ class Peers:
         self._calls.close(f"The connections to {FLAG} are closed.")
         self._context.destroy(0)
 
-    def _answer(
-        self, peer: str, question: wire.Find | wire.Hello, deadline: float
-    ) -> wire.Message | None:
+    def _answer(self, peer: str, question: wire.Question, deadline: float) -> wire.Message | None:
         """None: there is none, or the connection is lost."""
         socket = self._socket(peer)
         if not socket.poll(CONNECT_MILLISECONDS, zmq.POLLOUT):

@@ -150,7 +150,8 @@ class MegatronEngine(LLMEngine):
                 event = await stream.next()
                 if event.finish_reason is FinishReason.ERROR:
                     raise _failure(event)
-                yield answer.chunk(event)
+                if event.token_ids or event.finish_reason is not None:
+                    yield answer.chunk(event)  # Dynamo takes a prefill worker's first one alone
         except InvalidRequestError as error:
             raise InvalidArgument(str(error)) from error
         except (EngineUnavailable, Overloaded) as error:

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict
 from hashlib import sha256
@@ -26,6 +25,7 @@ from megatron_hybrid.disaggregation.peers import addresses_of
 from megatron_hybrid.disaggregation.remote_memory import FLAG as PEERS
 from megatron_hybrid.disaggregation.remote_memory import NixlMemory
 from megatron_hybrid.engine.agreement import Agreement
+from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.fingerprint import Fingerprint
 from megatron_hybrid.engine.handovers import Handovers
 from megatron_hybrid.engine.lower_transfers import THREADS, LowerTransfers
@@ -37,7 +37,7 @@ from megatron_hybrid.models.hybrid_model import HybridModel
 logger = logging.getLogger(__name__)
 
 PREFILL, DECODE = "prefill", "decode"
-ASKERS = 8  # questions under way at once: one may wait for what is still computed
+ASKERS = 64  # questions under way at once: most wait for what is still computed
 # Of the fingerprint's mode what cached bytes depend on.
 OF_CACHES = """
     batch_invariant dtype conv_states_dtype ssm_states_dtype kv_dtype quantization
@@ -79,12 +79,10 @@ def begin_disaggregation(
     config: EngineConfig,
     transfers: HostTransfers,
     model: HybridModel,
-    fingerprint: Fingerprint,
-    epoch: Callable[[], int],
+    engine: DynamicInferenceEngine,
 ) -> None:
-    """As `check_disaggregation` allows. All ranks call it. epoch: how often the weights were
-    updated. Raises ConfigurationError."""
-    tier, copier = transfers.tier, transfers.copier
+    """As `check_disaggregation` allows. All ranks call it. Raises ConfigurationError."""
+    tier, copier, fingerprint = transfers.tier, transfers.copier, engine.fingerprint
     assert isinstance(copier, HostCopier)
     geometry, parallel = tier.host.geometry, model.parallel
     sizes = config.parallel_sizes.numbers
@@ -100,7 +98,7 @@ def begin_disaggregation(
 
     def identity() -> wire.Identity:
         weights = fingerprint.parts["model"].get("weights", "")
-        return wire.Identity(caches, weights, sizes, epoch())
+        return wire.Identity(caches, weights, sizes, engine.epoch)
 
     agreement = Agreement(parallel.replica)
     if config.role == PREFILL:
@@ -120,7 +118,8 @@ def begin_disaggregation(
                 server.close()
                 memory.close()
 
-        transfers.add_lower(Handovers(LowerTier(tier), desk, agreement, close))
+        is_open = engine.scheduler.knows
+        transfers.add_lower(Handovers(LowerTier(tier), desk, agreement, close, is_open))
         transfers.handover_address = address
         return
     assert config.disaggregation_peers is not None

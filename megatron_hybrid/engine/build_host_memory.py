@@ -118,7 +118,7 @@ def begin_lower_tier(
     if not isinstance(transfers, HostTransfers):
         return
     if config.role != "both":
-        begin_disaggregation(config, transfers, model, fingerprint, lambda: engine.epoch)
+        begin_disaggregation(config, transfers, model, engine)
         return
     if config.prefix_caching_disk is None and config.prefix_caching_store is None:
         return

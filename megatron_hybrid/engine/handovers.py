@@ -1,20 +1,21 @@
 """Handovers: what a server that computes prompts has written to host memory, for those that decode.
 
 A prefix is on offer from then on, and pinned, until it was read or nobody came for it. One that was
-there before is offered when it is asked for. The first rank talks to the others; all of them keep
-the same.
+there before is offered when it is asked for, and so is the KV of a prompt that is still computed.
+The first rank talks to the others; all of them keep the same.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from megatron_hybrid.cache.host_tier import Move
 from megatron_hybrid.cache.lower_tier import LowerTier, Save, names_of
 from megatron_hybrid.cache.tier import COUNTERS, GAUGES
-from megatron_hybrid.disaggregation.desk import Desk, Offer, Wanted
+from megatron_hybrid.disaggregation.desk import Answer, Desk, Offer, Wanted
 from megatron_hybrid.engine.agreement import Agreement
-from megatron_hybrid.engine.lower_transfers import Below
+from megatron_hybrid.engine.below import Below
 
 NAME = "peers"  # in figures
 
@@ -23,11 +24,18 @@ class Handovers(Below):
     """Of one rank; all calls are its engine's thread's."""
 
     def __init__(
-        self, lower: LowerTier, desk: Desk, agreement: Agreement, close: Callable[[], None]
+        self,
+        lower: LowerTier,
+        desk: Desk,
+        agreement: Agreement,
+        close: Callable[[], None],
+        is_open: Callable[[str], bool],
     ) -> None:
         """desk: the first rank's; others have one at which nobody asks. close: ends those who
-        ask."""
+        ask. is_open: whether a request with this id has not ended."""
         self.lower, self._desk, self._agreement = lower, desk, agreement
+        self._is_open = is_open
+        self._parts = itertools.count(1)
         # what was asked for, and what is not on offer any more
         self._news: tuple[list[Wanted], list[tuple[bytes, bool]]] = [], []
         self._saves: dict[bytes, tuple[Save, int]] = {}  # by end, and bytes
@@ -49,7 +57,7 @@ class Handovers(Below):
         for end, was_read in gone:
             save, size = self._saves.pop(end)
             self.lower.end_save(save, size if was_read else None)
-            if not was_read:
+            if not was_read and save.ending is not None:
                 self.lower.upper.refused["unread"] += 1
         for one in wanted:
             self._look_for(one)
@@ -76,6 +84,9 @@ class Handovers(Below):
     def _look_for(self, wanted: Wanted) -> None:
         """The furthest place of it that is in host memory, or will be."""
         tier = self.lower.upper
+        if wanted.request:
+            self._desk.answer(wanted.number, self._so_far(wanted))
+            return
         for position, end in wanted.ends:
             if end in self._saves:
                 return
@@ -85,7 +96,18 @@ class Handovers(Below):
                 self._offer(end, position, save)
                 return
         if not any(tier.may_come(end) for _, end in wanted.ends):
-            self._desk.refuse(wanted.number)
+            self._desk.answer(wanted.number, Answer())
+
+    def _so_far(self, wanted: Wanted) -> Answer:
+        """What there is of a prompt that is computed: on offer, if it is more than who asks has."""
+        if not self._is_open(wanted.request):
+            return Answer()
+        save = self.lower.begin_save_of_part(wanted.kv, wanted.first + 1)
+        if save is None:
+            return Answer(comes=True)
+        end = b"part %d" % next(self._parts)
+        self._offer(end, len(save.pages) * self.lower.upper.host.geometry.block_size, save)
+        return Answer(end, comes=True)
 
     def _offer(self, end: bytes, position: int, save: Save | None) -> None:
         if save is None:

@@ -26,6 +26,7 @@ from megatron_hybrid.cache.prefix_store import PrefixMatch
 from megatron_hybrid.cache.stored_prefixes import Found, Prefixes, Stored, Wanted
 from megatron_hybrid.cache.tier import COUNTERS
 from megatron_hybrid.engine.agreement import Agreement
+from megatron_hybrid.engine.below import Below
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.errors import StoreError
 
@@ -57,6 +58,7 @@ class _Load:
     future: Future[float | None]  # seconds that it took; None: not all of it was there
     late: float  # when nobody waits for it any more
     place: Any  # of Found
+    ahead: str = ""  # see _Ahead: its name
 
 
 @dataclass(eq=False, slots=True)
@@ -72,53 +74,19 @@ class _Look:
     load: BlockKey | None = None  # that the request waits for
 
 
-class Below:
-    """Of an engine without a store below host memory: nothing comes from there."""
+@dataclass(eq=False, slots=True)
+class _Ahead:
+    """What is read of a prompt while another server computes it, before the engine has its request:
+    part by part."""
 
-    @property
-    def is_reading(self) -> bool:
-        """Whether anybody may be waiting."""
-        return False
-
-    def must_wait(self, request: TrackedRequest, match: PrefixMatch) -> bool:
-        """Whether a request, of which the device has `match`, had better wait for what comes from
-        the store. Once it need not, it never does again."""
-        return False
-
-    def was_tried(self, request: TrackedRequest) -> None:
-        """The request waits no more."""
-
-    @property
-    def is_underway(self) -> bool:
-        """Whether `progress` says anything."""
-        return False
-
-    def progress(self) -> list[int]:
-        """How far this rank is. The smaller a number, the less far: all ranks together are as far
-        as the smallest ones say."""
-        return []
-
-    def end_copies(self, agreed: Sequence[int]) -> None:
-        """What was read can be found in host memory from now on. agreed: as far as all ranks are;
-        empty: nothing is under way."""
-
-    def was_written(self, move: Move) -> None:
-        """A prefix is in host memory from now on."""
-
-    def saves(self) -> list[Save]:
-        """What is being written."""
-        return []
-
-    def loads(self) -> list[Move]:
-        """What is being read."""
-        return []
-
-    def figures(self) -> dict[str, dict[str, int]]:
-        """COUNTERS and GAUGES, by its name."""
-        return {}
-
-    def close(self) -> None:
-        """Nothing is asked of it any more."""
+    keys: SequenceKeys
+    peer: str
+    request: str  # the other one's
+    version: int
+    future: Future[Found | None] | None = None  # None: another rank asks
+    is_read: bool = False  # a part is
+    reads: bool = True  # parts; else it is only waited for the request's end
+    is_wanted: bool = True
 
 
 class LowerTransfers(Below):
@@ -153,6 +121,7 @@ class LowerTransfers(Below):
         self._looks: list[_Look] = []  # not answered yet
         self._open: dict[TrackedRequest, _Look] = {}  # by who waits
         self._loads: dict[BlockKey, _Load] = {}
+        self._aheads: dict[str, _Ahead] = {}  # by name
         self._saves: deque[tuple[Save, Future[int | None]]] = deque()
 
     @property
@@ -161,7 +130,7 @@ class LowerTransfers(Below):
 
     @property
     def is_underway(self) -> bool:
-        return self.is_reading or bool(self._saves)
+        return self.is_reading or bool(self._saves or self._aheads)
 
     @property
     def read_rate(self) -> float:
@@ -220,21 +189,26 @@ class LowerTransfers(Below):
         ]
         loads = [_became(load.future) for load in islice(self._loads.values(), MOST_ENDED)]
         saves = [_became(future) for _, future in islice(self._saves, MOST_ENDED)]
+        aheads = [
+            _PENDING if one.is_read else _THERE if one.future is None else _became(one.future)
+            for one in islice(self._aheads.values(), MOST_ENDED)
+        ]
         padding = [_PENDING] * MOST_ENDED
-        lists = [(found + padding)[:MOST_ENDED] for found in (looks, loads, saves)]
+        lists = [(found + padding)[:MOST_ENDED] for found in (looks, loads, saves, aheads)]
         return [*chain(*lists), max(1, int(self.read_rate * _PARTS))]
 
     def end_copies(self, agreed: Sequence[int]) -> None:
         self._now = None
         if not agreed:
             return
-        looks, loads, saves = (
-            agreed[first : first + MOST_ENDED] for first in range(0, 3 * MOST_ENDED, MOST_ENDED)
+        looks, loads, saves, aheads = (
+            agreed[first : first + MOST_ENDED] for first in range(0, 4 * MOST_ENDED, MOST_ENDED)
         )
         self._agreed_rate = agreed[-1] / _PARTS
         for key, became in zip(list(self._loads), takewhile(bool, loads), strict=False):
             self._end_load(self._loads.pop(key), became)
         self._end_looks(looks)
+        self._go_on_ahead(aheads)
         for became in takewhile(bool, saves):
             save, future = self._saves.popleft()
             size = self._result(future, became)
@@ -246,6 +220,9 @@ class LowerTransfers(Below):
         self.lower.end_load(load.move, is_there=became == _THERE)
         if seconds is not None:
             self._was_read(self._bytes_of(load.move), seconds)
+        if (ahead := self._aheads.get(load.ahead)) is not None:
+            ahead.reads = became == _THERE
+            self._ask_ahead(load.ahead, ahead)
 
     def _end_looks(self, became: Sequence[int]) -> None:
         # Not in order: some stores let one wait while others are answered.
@@ -280,15 +257,19 @@ class LowerTransfers(Below):
             self._read_seconds *= FORGOTTEN
             self.lower.end_load(move, is_there=False)
             return False
+        self._begin_load(key, move, found.place)
+        return True
+
+    def _begin_load(self, key: BlockKey, move: Move, place: Any, ahead: str = "") -> None:
         reading = self._reader.submit(
             self._read,
-            self.lower.stored(self._root(), move)._replace(place=found.place),
+            self.lower.stored(self._root(), move)._replace(place=place),
             [self._view([page]) for page in move.copy.pages],
             self._view(move.copy.state_pages),
         )
+        seconds = self._bytes_of(move) / self._agreed_rate
         late = self._time() + self._stored.patience + 2 * seconds
-        self._loads[key] = _Load(move, reading, late, found.place)
-        return True
+        self._loads[key] = _Load(move, reading, late, place, ahead)
 
     def _give_back(self, place: Any) -> None:
         if place is not None and self._agreement.is_first:
@@ -307,6 +288,62 @@ class LowerTransfers(Below):
             self._read_bytes /= 2
             self._read_seconds /= 2
 
+    # ------------------------------------------------------------- read ahead
+
+    def read_ahead(self, name: str, keys: SequenceKeys, peer: str, request: str) -> None:
+        if self._stored.is_asked(peer):
+            self._ask_ahead(name, _Ahead(keys, peer, request, self.lower.upper.version))
+
+    def is_read_ahead(self, name: str) -> bool:
+        return name not in self._aheads or not self._aheads[name].is_wanted
+
+    def stop_reading_ahead(self, name: str) -> None:
+        if name in self._aheads:
+            self._aheads[name].is_wanted = False
+
+    def _ask_ahead(self, name: str, ahead: _Ahead) -> None:
+        self._aheads.pop(name, None)
+        self._aheads[name] = ahead  # behind the others
+        ahead.is_read = False
+        if self._agreement.is_first:
+            kv = ahead.keys.blocks
+            first = self.lower.num_there(ahead.keys) if ahead.reads else len(kv)
+            follow = self._stored.follow
+            ahead.future = self._asker.submit(follow, ahead.peer, ahead.request, kv, first)
+
+    def _go_on_ahead(self, became: Sequence[int]) -> None:
+        pairs = [pair for pair in zip(list(self._aheads.items()), became, strict=False) if pair[1]]
+        pairs = pairs[: max(0, MOST_LOADS - len(self._loads))]
+        if not pairs:
+            return
+        results = [self._result(ahead.future, one) for (_, ahead), one in pairs]
+        if any(one == _THERE for _, one in pairs):
+            results = self._agreement.of_first(results)
+        for ((name, ahead), _), found in zip(pairs, results, strict=True):
+            is_current = ahead.is_wanted and ahead.version == self.lower.upper.version
+            if found is not None and found.position and is_current:
+                self._read_part(name, ahead, found)
+                continue
+            if found is not None:
+                self._give_back(found.place)
+            if found is not None and is_current:
+                self._ask_ahead(name, ahead)
+            else:
+                del self._aheads[name]
+
+    def _read_part(self, name: str, ahead: _Ahead, found: Found) -> None:
+        key = ahead.keys.at(found.position)
+        move = None
+        if key not in self._loads:
+            move = self.lower.begin_load(ahead.keys, found, beyond=found.position)
+        if move is not None:
+            ahead.is_read = True
+            self._begin_load(key, move, found.place, name)
+            return
+        self._give_back(found.place)
+        ahead.reads = key in self._loads  # else there is no room for it
+        self._ask_ahead(name, ahead)
+
     # ------------------------------------------------------------------ write
 
     def was_written(self, move: Move) -> None:
@@ -318,6 +355,7 @@ class LowerTransfers(Below):
             return
         save = self.lower.begin_save(move.keys, move.position)
         if save is not None:
+            assert save.ending is not None, "it is no part"
             future = self._writer.submit(
                 self._stored.write,
                 save.stored(self._root()),

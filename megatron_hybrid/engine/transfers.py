@@ -12,13 +12,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 from typing import Protocol
 
-from megatron_hybrid.cache.block_hash import BlockKey
+import numpy as np
+import numpy.typing as npt
+
+from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.host_tier import Copy, HostTier, Move
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.lease import Lease, Pin
 from megatron_hybrid.cache.prefix_store import PrefixMatch
 from megatron_hybrid.engine.agreement import Agreement
-from megatron_hybrid.engine.lower_transfers import Below
+from megatron_hybrid.engine.below import Below
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.execution.plan import CatchUp
@@ -97,6 +100,19 @@ class Transfers:
                 "--disaggregation-peers.",
             )
 
+    def read_ahead(
+        self, name: str, tokens: npt.NDArray[np.int32], cache_salt: str, peer: str, request: str
+    ) -> None:
+        """Begin to read the KV of a prompt that a peer's request computes, for a request that is
+        added here when it has ended. name: of the latter."""
+
+    def is_read_ahead(self, name: str) -> bool:
+        """Whether there is nothing to read for it any more, as far as this rank knows."""
+        return True
+
+    def stop_reading_ahead(self, name: str) -> None:
+        """Nobody waits for it."""
+
     def attach(self, put_off: PutOff) -> None:
         """What was put off until the coming step must not be written where something comes."""
 
@@ -173,6 +189,21 @@ class HostTransfers(Transfers):
     def add_lower(self, lower: Below) -> None:
         """To and from what is below host memory."""
         self.lower, self.tier.lower_figures = lower, lower.figures
+
+    def read_ahead(
+        self, name: str, tokens: npt.NDArray[np.int32], cache_salt: str, peer: str, request: str
+    ) -> None:
+        cache = self._cache
+        root, size = cache.root(cache_salt), cache.geometry.block_size
+        keys = SequenceKeys(root, size, lambda start, end: tokens[start:end], cache_salt=cache_salt)
+        keys.extend_to(len(tokens))
+        self.lower.read_ahead(name, keys, peer, request)
+
+    def is_read_ahead(self, name: str) -> bool:
+        return self.lower.is_read_ahead(name)
+
+    def stop_reading_ahead(self, name: str) -> None:
+        self.lower.stop_reading_ahead(name)
 
     def attach(self, put_off: PutOff) -> None:
         self._put_off = put_off

@@ -3,8 +3,8 @@
 torchrun --nproc-per-node N -m tests.disaggregation.ranks_worker OUTPUT_FOLDER ROLE TENSOR \\
     PIPELINE HOST:PORT MODEL_FOLDER SHARED_FOLDER
 
-The first one says that it has computed them by a file in the shared folder, and ends when there is
-another one.
+The first one says that it has computed them by a file in the shared folder, then computes a long
+one that the other one reads meanwhile, and ends when there is another file.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from megatron_hybrid import LLM, SamplingParams
 from megatron_hybrid.disaggregation import peer_prefixes
 from megatron_hybrid.engine import build_host_memory
-from megatron_hybrid.parallel import initialize
+from megatron_hybrid.parallel import RankGroup, initialize
 from megatron_hybrid.rank_layout import ParallelSizes
 from tests.disaggregation.engines import PREFIX, answers, options
 
@@ -29,6 +32,33 @@ FIRST = SamplingParams(max_tokens=1, temperature=0.0)
 def prompts() -> list[list[int]]:
     rng = random.Random(5)
     return [[rng.randrange(160) for _ in range(60 + 7 * i)] for i in range(6)]
+
+
+def long_prompt() -> list[int]:
+    rng = random.Random(6)
+    return [rng.randrange(160) for _ in range(400)]
+
+
+def compute(llm: LLM, shared: Path) -> None:
+    """Slowly, step by step."""
+    answers(llm, prompts(), params=FIRST)
+    llm.engine.add_request("long", long_prompt(), FIRST)
+    (shared / "computed").touch()
+    while llm.engine.has_work():
+        time.sleep(0.1)
+        llm.engine.step()
+
+
+def answer(llm: LLM, address: str, ranks: RankGroup) -> dict[str, Any]:
+    """The tokens of all prompts, how many of each were skipped, and of the long one the bytes that
+    were read while it was computed."""
+    transfers, tokens = llm.engine.context.transfers, np.array(long_prompt(), dtype=np.int32)
+    transfers.read_ahead("here", tokens, "", address, "long")
+    while not ranks.broadcast_object(transfers.is_read_ahead("here")):
+        llm.engine.use_idle_time()
+        time.sleep(0.005)
+    ahead = llm.stats()["tier_bytes_fetched"]["peers"]
+    return {"found": answers(llm, [*prompts(), long_prompt()], address), "ahead": ahead}
 
 
 def main() -> None:
@@ -42,14 +72,13 @@ def main() -> None:
             role=role,
             tensor_model_parallel_size=int(tensor),
             pipeline_model_parallel_size=int(pipeline),
-            **{flag: address, PREFIX + "block_size": 16},
+            **{flag: address, PREFIX + "block_size": 16, PREFIX + "max_tokens": 64},
         )
     )
-    found = None
+    found: dict[str, Any] = {}
+    parallel = initialize(ParallelSizes(int(tensor), int(pipeline)))
     if role == "prefill":
-        answers(llm, prompts(), params=FIRST)
-        Path(shared, "computed").touch()
-        parallel = initialize(ParallelSizes(int(tensor), int(pipeline)))
+        compute(llm, Path(shared))
         while not parallel.replica.broadcast_object(Path(shared, "answered").exists()):
             if not llm.engine.use_idle_time():
                 time.sleep(0.005)
@@ -57,10 +86,10 @@ def main() -> None:
     else:
         while not Path(shared, "computed").exists():
             time.sleep(0.05)
-        found = answers(llm, prompts(), address)
+        found = answer(llm, address, parallel.replica)
         Path(shared, "answered").touch()
     llm.engine.context.transfers.lower.close()  # type: ignore[attr-defined]
-    Path(output, f"rank{os.environ['RANK']}.json").write_text(json.dumps({"found": found}))
+    Path(output, f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

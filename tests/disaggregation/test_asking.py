@@ -11,7 +11,7 @@ import zmq
 
 from megatron_hybrid.cache.stored_prefixes import Ending
 from megatron_hybrid.disaggregation import messages as wire
-from megatron_hybrid.disaggregation.desk import Desk, Offer
+from megatron_hybrid.disaggregation.desk import Answer, Desk, Offer, Wanted
 from megatron_hybrid.disaggregation.desk_server import DeskServer
 from megatron_hybrid.disaggregation.peers import Peers, addresses_of
 from megatron_hybrid.errors import ConfigurationError, StoreError
@@ -35,6 +35,25 @@ class Both:
         places = [(40 - i, end) for i, end in enumerate(ends)]
         question = wire.Find(self.peers.number(), identity, [], places, wait)
         return self.peers.ask(self.address, question, wait + 5.0)
+
+    def follow(self, first: int, request: str = "r") -> wire.Message:
+        number = self.peers.number()
+        question = wire.Follow(number, OWN, [b"1", b"2", b"3"], first, request, 20.0)
+        return self.peers.ask(self.address, question, 25.0)
+
+
+def answer_next(desk: Desk, answer: Answer) -> threading.Thread:
+    """The engine's thread; to the question that comes."""
+
+    def wait() -> None:
+        while not (wanted := desk.take_wanted()):
+            time.sleep(0.002)
+        assert wanted == [Wanted([b"1", b"2", b"3"], [], "r", 1, wanted[0].number)]
+        desk.answer(wanted[0].number, answer)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
 
 
 @pytest.fixture
@@ -78,7 +97,7 @@ def test_nothing_comes_after_a_time_or_where_it_is_known(both: Both) -> None:
     def refuse() -> None:
         while not (wanted := both.desk.take_wanted()):
             time.sleep(0.01)
-        both.desk.refuse(wanted[-1].number)
+        both.desk.answer(wanted[-1].number, Answer())
 
     both.desk.take_wanted()
     thread = threading.Thread(target=refuse)
@@ -86,6 +105,28 @@ def test_nothing_comes_after_a_time_or_where_it_is_known(both: Both) -> None:
     begin = time.monotonic()
     assert both.find(b"b", wait=25.0) == wire.Nothing(2)
     assert time.monotonic() - begin < 20.0
+    thread.join()
+
+
+def test_what_is_computed_is_followed_part_by_part(both: Both) -> None:
+    both.desk.offer(b"part", Offer(32, [7, 8], [], None))
+    thread = answer_next(both.desk, Answer(b"part", comes=True))
+    answer = both.follow(1)
+    thread.join()
+    assert isinstance(answer, wire.Offered) and answer.ending is None
+    assert (answer.position, answer.pages, answer.state_pages) == (32, [7, 8], [])
+    both.peers.tell(both.address, wire.Done(0, answer.lease))
+    thread = answer_next(both.desk, Answer(comes=True))
+    assert both.follow(1) == wire.Nothing(2, comes=True)
+    thread.join()
+    thread = answer_next(both.desk, Answer())
+    assert both.follow(1) == wire.Nothing(3)
+    thread.join()
+
+
+def test_a_part_that_is_gone_before_it_is_read_comes_again(both: Both) -> None:
+    thread = answer_next(both.desk, Answer(b"gone", comes=True))
+    assert both.follow(1) == wire.Nothing(1, comes=True)
     thread.join()
 
 

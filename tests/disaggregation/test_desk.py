@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_hybrid.cache.stored_prefixes import Ending
-from megatron_hybrid.disaggregation.desk import KEPT_SECONDS, Desk, Offer, Wanted
+from megatron_hybrid.disaggregation.desk import KEPT_SECONDS, Answer, Desk, Offer, Wanted
 from megatron_hybrid.disaggregation.messages import LEASE_SECONDS, Identity
 
 ENDING = Ending(0, "", True, True, "prompt_end", 0, 0)
@@ -36,18 +36,18 @@ def wanted(*ends: bytes) -> Wanted:
 
 def test_the_furthest_place_is_leased_and_goes_when_it_was_read() -> None:
     desk, _ = desk_with(b"a", b"b")
-    found = desk.lease(wanted(b"none", b"b", b"a"))
+    found = desk.lease([b"none", b"b", b"a"])
     assert found is not None and not desk.take_back()
     desk.give_back(found[0])
     assert desk.take_back() == [(b"b", True)]
-    assert desk.lease(wanted(b"b")) is None and desk.lease(wanted(b"a")) is not None
+    assert desk.lease([b"b"]) is None and desk.lease([b"a"]) is not None
     desk.give_back(found[0])  # twice: nothing
     desk.give_back(12345)
 
 
 def test_several_may_read_at_once() -> None:
     desk, _ = desk_with(b"a")
-    leases = [desk.lease(wanted(b"a")) for _ in range(2)]
+    leases = [desk.lease([b"a"]) for _ in range(2)]
     assert all(leases)
     desk.give_back(leases[0][0])  # type: ignore[index]
     assert not desk.take_back()
@@ -57,7 +57,7 @@ def test_several_may_read_at_once() -> None:
 
 def test_a_reader_that_died_keeps_nothing_for_ever() -> None:
     desk, time = desk_with(b"a")
-    assert desk.lease(wanted(b"a"))
+    assert desk.lease([b"a"])
     time.now += max(KEPT_SECONDS, LEASE_SECONDS) - 1
     assert not desk.take_back()
     time.now += 2
@@ -67,7 +67,7 @@ def test_a_reader_that_died_keeps_nothing_for_ever() -> None:
 
 def test_the_oldest_go_where_there_is_too_much_but_not_from_under_a_reader() -> None:
     desk, _ = desk_with(b"a", b"b", b"c", b"d", pages=10, most=25)
-    assert desk.lease(wanted(b"a"))
+    assert desk.lease([b"a"])
     assert [end for end, _ in desk.take_back()] == [b"b", b"c"]
     assert not desk.take_back()
 
@@ -77,11 +77,14 @@ def test_what_is_not_there_is_looked_for_once() -> None:
     number = desk.want(wanted(b"a"))
     assert desk.take_wanted() == [wanted(b"a")._replace(number=number)] and not desk.take_wanted()
     other = desk.want(wanted(b"b"))
-    desk.refuse(other)
-    assert not desk.is_refused(number) and desk.is_refused(other) and not desk.is_refused(other)
-    assert desk.lease(wanted(b"a")) is None
+    desk.answer(other, Answer(comes=True))
+    assert desk.answer_to(number) is None and desk.answer_to(other) == Answer(comes=True)
+    desk.is_answered(other)
+    desk.answer(other, Answer())  # too late: nothing is kept for nobody
+    desk.is_answered(number)
+    assert desk.lease([b"a"]) is None
     desk.offer(b"a", offer())
-    assert desk.lease(wanted(b"a"))
+    assert desk.lease([b"a"])
 
 
 def test_only_the_same_model_and_weights_are_of_use() -> None:

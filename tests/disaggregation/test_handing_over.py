@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("nixl_cu13", reason="needs NIXL")
@@ -70,6 +71,16 @@ class Pair:
     def compute(self, prompts: list[list[int]]) -> None:
         with self.lock:
             answers(self.prefill, prompts, params=FIRST)
+
+    def go_on(self, *, computing: bool) -> None:
+        """A step of the one that computes, if it is to compute, and all that is read behind it."""
+        if computing:
+            with self.lock:
+                self.prefill.engine.step()
+        for _ in range(20):
+            self.decode.engine.use_idle_time()
+            self.decode.engine.check_integrity()
+            time.sleep(0.005)
 
     def offers(self) -> int:
         with self.lock:
@@ -141,6 +152,79 @@ def test_only_what_is_missing_is_read(pair: Pair) -> None:
     read = (pair.decode.stats()["tier_bytes_fetched"]["peers"] - before) / host.page_bytes
     state = host.geometry.bytes_per_cached_slot / host.page_bytes
     assert read - state <= 1 + len(longer) // 16 - len(text) // 16
+
+
+def read(llm: LLM) -> int:
+    return int(llm.stats()["tier_bytes_fetched"]["peers"])
+
+
+@pytest.fixture(scope="module")
+def slow_pair() -> Iterator[Pair]:
+    """The one computes 64 tokens a step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(build_host_memory._OPERATIONS, "cpu", 1e6)
+        found = Pair(**{PREFIX + "block_size": 16, PREFIX + "max_tokens": 64})
+    yield found
+    found.close()
+
+
+def follow(pair: Pair, prompt: list[int], request: str) -> None:
+    tokens = np.array(prompt, dtype=np.int32)
+    transfers_of(pair.decode).read_ahead(request, tokens, "", pair.address, request)
+
+
+def test_a_prompt_is_read_while_it_is_computed(slow_pair: Pair) -> None:
+    pair = slow_pair
+    (prompt,) = prompts_of(pair.both, 1, 400)
+    (expected,), _ = answers(pair.both, [prompt])
+    transfers, before = transfers_of(pair.decode), read(pair.decode)
+    with pair.lock:
+        pair.prefill.engine.add_request("p", prompt, FIRST)
+    follow(pair, prompt, "p")
+    steps = []
+    while pair.prefill.engine.has_work():
+        assert not transfers.is_read_ahead("p")
+        pair.go_on(computing=True)
+        steps.append(read(pair.decode) - before)
+    assert len({*steps}) >= 4, steps  # it grew with what was computed
+    wait_until(lambda: pair.go_on(computing=False) or transfers.is_read_ahead("p"))
+    ahead = read(pair.decode) - before
+    assert answers(pair.decode, [prompt], pair.address) == ([expected], [len(prompt)])
+    host = transfers.tier.host
+    kv = host.geometry.blocks_for(len(prompt)) * host.geometry.bytes_per_block
+    assert ahead >= kv / 2
+    assert read(pair.decode) - before == kv + host.geometry.bytes_per_cached_slot  # nothing twice
+    assert pair.decode.stats()["tier_fetches"]["peers"] == 1
+    assert not any(pair.decode.stats()["tier_refused"].values())
+    wait_until(lambda: not pair.offers())
+    assert not pair.prefill.stats()["tier_refused"]["unread"]
+
+
+def test_what_is_read_ahead_ends_with_the_request(slow_pair: Pair) -> None:
+    """Whether it never was, is aborted, or nobody waits any more."""
+    pair, transfers = slow_pair, transfers_of(slow_pair.decode)
+    one, two, three = prompts_of(pair.both, 3, 300)
+    follow(pair, one, "unknown")
+    wait_until(lambda: pair.go_on(computing=False) or transfers.is_read_ahead("unknown"))
+    for prompt, name in ((two, "aborted"), (three, "left")):
+        with pair.lock:
+            pair.prefill.engine.add_request(name, prompt, FIRST)
+        follow(pair, prompt, name)
+        for _ in range(3):
+            pair.go_on(computing=True)
+        assert not transfers.is_read_ahead(name)
+        if name == "left":
+            transfers.stop_reading_ahead(name)
+        else:
+            with pair.lock:
+                pair.prefill.engine.abort(name)
+        wait_until(lambda name=name: pair.go_on(computing=True) or transfers.is_read_ahead(name))
+        while pair.prefill.engine.has_work():
+            pair.go_on(computing=True)
+    expected, _ = answers(pair.both, [one, two, three])
+    assert answers(pair.decode, [one, two, three], pair.address)[0] == expected
+    wait_until(lambda: pair.go_on(computing=False) or not transfers.lower.is_underway)
+    wait_until(lambda: not pair.offers())
 
 
 def test_a_prompt_that_was_computed_before_is_handed_over_again(pair: Pair) -> None:

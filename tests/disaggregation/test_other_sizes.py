@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("nixl_cu13", reason="needs NIXL")
 from megatron_hybrid import LLM  # noqa: E402
 from tests.disaggregation.engines import PREFIX, answers, free_address, options  # noqa: E402
-from tests.disaggregation.ranks_worker import prompts  # noqa: E402
+from tests.disaggregation.ranks_worker import long_prompt, prompts  # noqa: E402
 from tests.parallel.ranks import run_on_ranks, start_ranks  # noqa: E402
 from tests.thorough import usually  # noqa: E402
 from tests.tiny_models import make_tiny_model  # noqa: E402
@@ -47,10 +47,12 @@ def test_either_side_may_be_split(
         try:
             found = run_on_ranks(
                 decode[0] * decode[1], WORKER, folders["decode"], *arguments("decode", decode)
-            )["found"]
+            )
         finally:
             (folders["shared"] / "answered").touch()
         first.result()
     llm = LLM(**options(str(folders["model"]), **{PREFIX + "block_size": 16}))
-    expected, _ = answers(llm, prompts())
-    assert found == [expected, [len(prompt) for prompt in prompts()]]
+    every = [*prompts(), long_prompt()]
+    expected, _ = answers(llm, every)
+    assert found["found"] == [expected, [len(prompt) for prompt in every]]
+    assert found["ahead"] or not llm.engine.context.geometry.has_attention

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -68,6 +69,28 @@ class _Running:
     begun: bool = False
 
 
+class FakeTransfers:
+    """Of prompts that another server computes: nothing is read of them unless a test says so.
+
+    `begun`: by name, the peer and its request."""
+
+    def __init__(self) -> None:
+        self.begun: dict[str, tuple[str, str]] = {}
+        self.are_read_ahead = True
+        self.stopped: list[str] = []
+
+    def read_ahead(
+        self, name: str, tokens: npt.NDArray[np.int32], cache_salt: str, peer: str, request: str
+    ) -> None:
+        self.begun[name] = peer, request
+
+    def is_read_ahead(self, name: str) -> bool:
+        return self.are_read_ahead or name in self.stopped
+
+    def stop_reading_ahead(self, name: str) -> None:
+        self.stopped.append(name)
+
+
 class FakeEngine(DynamicInferenceEngine):
     """Greedy: repeats the prompt, choice i from its token i on. Sampled: random ids from the seed.
 
@@ -109,6 +132,8 @@ class FakeEngine(DynamicInferenceEngine):
         self._pause: str | None = None
         self._epoch = 0
         self.fingerprint = Fingerprint({"model": {"weights": "first"}})
+        self.transfers = FakeTransfers()
+        self.context: Any = SimpleNamespace(transfers=self.transfers)
 
     def add_request(
         self,

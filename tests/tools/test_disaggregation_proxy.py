@@ -33,7 +33,8 @@ class Upstream:
     and is `cut_off` when its client hangs up before."""
 
     def __init__(self, answer: Any, status: int = 200, *more: bytes) -> None:
-        self.pieces = [json.dumps(answer).encode(), *more]
+        first = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.pieces = [first, *more]
         self.status = status
         self.arrived: list[tuple[str, str, Any]] = []
         self.headers: dict[str, str] = {}
@@ -89,9 +90,19 @@ class Upstream:
         return [body for _, _, body in self.arrived]
 
 
+def event(**fields: Any) -> bytes:
+    return b"data: %b\n\n" % json.dumps({"choices": [], **fields}).encode()
+
+
+PEER = {"peer": "10.0.0.1:7001"}
+COMPUTES = {**PEER, "request": "r-0"}
+FIRST, LAST = event(kv_transfer_params=COMPUTES), event(kv_transfer_params=PEER)
+
+
 @pytest.fixture
 def prefill() -> Iterator[Upstream]:
-    with Upstream({"choices": [], "kv_transfer_params": {"peer": "10.0.0.1:7001"}}) as server:
+    """It goes on computing for as long as anybody listens."""
+    with Upstream(FIRST, 200, LAST) as server:
         yield server
 
 
@@ -118,18 +129,48 @@ def ask(client: HTTPConnection, body: Any = BODY, path: str = CHAT) -> tuple[int
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
-def test_a_prompt_is_computed_and_then_gone_on_from(
+def test_a_prompt_is_gone_on_from_while_it_is_computed(
     prefill: Upstream, decode: Upstream, path: str
 ) -> None:
     body = {**BODY, "kv_transfer_params": {"peer": "mine:1"}}
     with proxy([prefill.url], [decode.url]) as client:
         assert ask(client, body, path) == (200, {"from": "decode"})
-    asked = {"messages": BODY["messages"], "max_tokens": 1, "stream": False}
+    asked = {"messages": BODY["messages"], "max_tokens": 1, "stream": True}
     assert prefill.arrived == [("POST", path, asked)]
-    handed_over = {"kv_transfer_params": {"peer": "10.0.0.1:7001"}}
-    assert decode.arrived == [("POST", path, {**BODY, **handed_over})]
+    assert decode.arrived == [("POST", path, {**BODY, "kv_transfer_params": COMPUTES})]
     for server in (prefill, decode):
         assert HEADERS.items() <= {**server.headers, **_as_sent(server.headers)}.items()
+
+
+def test_where_no_request_is_named_the_end_is_waited_for(decode: Upstream) -> None:
+    pieces = event(), event(kv_transfer_params={"peer": "one:1"}) + event()[:9], event()[9:] + LAST
+    with Upstream(pieces[0], 200, *pieces[1:]) as prefill:
+        prefill.may_go_on.set()
+        with proxy([prefill.url], [decode.url]) as client:
+            assert ask(client) == (200, {"from": "decode"})
+    assert decode.bodies == [{**BODY, "kv_transfer_params": PEER}]
+
+
+@pytest.mark.parametrize("said", [b"{}", b"data: [DONE]\n\n", event(error={}), b"data: {x\n\n"])
+def test_who_does_not_say_where_the_prompt_is_is_done_without(
+    decode: Upstream, said: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Upstream(said) as prefill, proxy([prefill.url], [decode.url]) as client:
+        assert ask(client) == (200, {"from": "decode"})
+    assert decode.bodies == [BODY] and "did not compute a prompt" in caplog.text
+
+
+def test_the_prompt_is_computed_until_it_is_answered(prefill: Upstream) -> None:
+    with (
+        Upstream("first", 200, b'"second"') as decode,
+        proxy([prefill.url], [decode.url]) as client,
+    ):
+        client.request("POST", CHAT, json.dumps(BODY), HEADERS)
+        answer = client.getresponse()
+        assert answer.read1() == b'"first"' and not prefill.cut_off.wait(0.2)
+        decode.may_go_on.set()
+        assert answer.read() == b'"second"'
+        assert prefill.cut_off.wait(20)
 
 
 def _as_sent(headers: dict[str, str]) -> dict[str, str]:
@@ -137,7 +178,8 @@ def _as_sent(headers: dict[str, str]) -> dict[str, str]:
 
 
 def test_servers_of_a_kind_take_turns(prefill: Upstream, decode: Upstream) -> None:
-    with Upstream({"kv_transfer_params": {"peer": "second:1"}}) as other, Upstream({}) as last:
+    second = event(kv_transfer_params={"peer": "second:1", "request": "r"})
+    with Upstream(second) as other, Upstream({}) as last:
         with proxy([prefill.url, other.url], [decode.url, last.url]) as client:
             for _ in range(4):
                 ask(client)

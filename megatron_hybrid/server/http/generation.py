@@ -156,6 +156,7 @@ class Generation:
                     message_ends=message_ends,
                     arrived=self._arrived,
                     prefilled_by=request.prefilled_by,
+                    prefilling=request.prefilling,
                 )
             )
         self.submitted = time.monotonic() - self._arrived
@@ -290,6 +291,11 @@ class Generation:
     def handover_address(self) -> str:
         """Where other servers go on from what was computed; "" unless it is handed over."""
         return "" if self._subscription is None else self._subscription.handover_address
+
+    @property
+    def handed_over_request(self) -> str:
+        """By which name they may follow it meanwhile; "" for several prompts."""
+        return self._adds[0].request_id if len(self._adds) == 1 else ""
 
     def usage(self) -> dict[str, object]:
         """Tokens read and written."""

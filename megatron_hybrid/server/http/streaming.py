@@ -144,10 +144,18 @@ class ChunkAnswers(Answers):
         answer = {**self._named_head(), "choices": choices, "usage": self._generation.usage()}
         return answer | self._handed_over()
 
-    def _handed_over(self) -> Chunk:
-        """Of prompts that another server is to go on from: what it has to be told."""
+    def _handed_over(self, request: str = "") -> Chunk:
+        """Of prompts that another server is to go on from: what it has to be told. request: that
+        still computes one."""
         peer = self._generation.handover_address
-        return {HANDED_OVER: {"peer": peer}} if peer else {}
+        told = {"peer": peer, "request": request} if request else {"peer": peer}
+        return {HANDED_OVER: told} if peer else {}
+
+    def first_events(self) -> bytes:
+        request = self._generation.handed_over_request
+        if not request or not (handed_over := self._handed_over(request)):
+            return b""
+        return self._before + b"]," + json.encode(handed_over)[1:-1] + self._end
 
     def last_events(self) -> bytes:
         if not self._wanted.include_usage:

@@ -40,7 +40,8 @@ class AddRequest(Command, frozen=True):
 
     `prompt`: its ids, `packed`. `answers`: how many the HTTP request asks for
     in all, and 0 in its later prompts: it is let in or refused as a whole. `arrived`: when it came,
-    by this machine's `time.monotonic`. `prefilled_by`: a server that has computed the prompt.
+    by this machine's `time.monotonic`. `prefilled_by`: a server that has computed the prompt, or
+    whose request `prefilling` computes it.
     """
 
     request_id: str
@@ -53,11 +54,12 @@ class AddRequest(Command, frozen=True):
     message_ends: tuple[int, ...] = ()
     arrived: float | None = None
     prefilled_by: str = ""
+    prefilling: str = ""
 
 
-class GrammarReady(Command, frozen=True):
-    """The grammar of a request was compiled: now the engine takes it. The first rank sends it to
-    the others, never a front end."""
+class Prepared(Command, frozen=True):
+    """The grammar of a request was compiled, and its prompt is not computed elsewhere any more: now
+    the engine takes it. The first rank sends it to the others, never a front end."""
 
     request_id: str
 

@@ -50,7 +50,7 @@ class Subscription:
     whole: bool
     # called with the id of each engine request when its first event comes, in the client's thread
     on_first: Callable[[str], None] = lambda name: None
-    first_event: float | None = None  # when it came, by `time.monotonic`
+    first_event: float | None = None  # with tokens, or the last: when it came, by `time.monotonic`
     fingerprint: wire.Fingerprint | None = None  # of what has computed it
     handover_address: str = ""  # where that replica hands over what it has computed
     open_answers: set[AnswerKey] = field(default_factory=set)
@@ -98,12 +98,13 @@ class Subscription:
         """Called by the client's thread."""
         if isinstance(item, RequestEvent) and item.request_id not in self._begun:
             self._begun.add(item.request_id)
-            if self.first_event is None:
-                self.first_event = time.monotonic()
+            if self.fingerprint is None:
                 self.fingerprint = self.client.fingerprint
                 if (ready := self.client.ready) is not None:
                     self.handover_address = ready.handover_address
             self.on_first(item.request_id)
+        if self.first_event is None and isinstance(item, RequestEvent) and _says_something(item):
+            self.first_event = time.monotonic()
         if isinstance(item, RequestEvent) and self.whole:
             key = (item.request_id, item.index)
             item = _merge(self._partial.pop(key, None), item)
@@ -122,6 +123,11 @@ class Subscription:
     def _forget(self, request_id: str, index: int) -> None:
         self.open_answers.discard((request_id, index))
         self.client.forget(request_id, index)
+
+
+def _says_something(event: RequestEvent) -> bool:
+    """Whether it is more than that the request was taken."""
+    return bool(event.token_ids) or event.finish_reason is not None
 
 
 def _merge(earlier: RequestEvent | None, event: RequestEvent) -> RequestEvent:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 IDLE_POLL_SECONDS = 0.5  # how soon an idle loop notices a signal; also the other ranks' heartbeat
 HEARTBEAT_SECONDS = 1.0  # also how soon requests of a front-end worker that died are aborted
 DRAIN_POLL_SECONDS = 0.05
-GRAMMAR_POLL_SECONDS = 0.005  # while one is being compiled
+PREPARED_POLL_SECONDS = 0.005  # while a grammar is compiled, or a prompt elsewhere
 HANDOVER_POLL_SECONDS = 0.01  # other servers may ask for what was computed before
 COMMANDS_AT_ONCE = 128  # taken in one turn, which decodes wait for
 BYTES_A_COMMAND = 65_536  # of a prompt: it counts once more for so many
@@ -64,7 +64,9 @@ class EngineLoop:
     def __post_init__(self) -> None:
         self.failure: Exception | None = None  # of the last step that failed
         self._clients: set[bytes] = set()
-        self._requests = RunningRequests(self.engine, self._send, self.max_queue)
+        self._requests = RunningRequests(
+            self.engine, self._send, self.max_queue, hands_over=bool(self.handover_address)
+        )
         self._control = EngineControl(
             self.engine, self._send, lambda: self._send_all(self._fingerprint())
         )
@@ -135,12 +137,12 @@ class EngineLoop:
         if self._stop_requested or self._has_ended:
             return [wire.Stop(at_once=self._stop_requested)]
         idle_seconds = IDLE_POLL_SECONDS if self._drain_until is None else DRAIN_POLL_SECONDS
-        if self._requests.await_grammars:
-            idle_seconds = GRAMMAR_POLL_SECONDS
+        if self._requests.are_delayed:
+            idle_seconds = PREPARED_POLL_SECONDS
         elif self.handover_address:
             idle_seconds = HANDOVER_POLL_SECONDS
         self._backlog.extend((b"", command) for command in self._abort_orphans())
-        shared = self._requests.compiled_grammars()
+        shared = self._requests.prepared()
         is_busy = shared or self._backlog or self.engine.has_work() or self._uses_idle_time
         timeout = 0 if is_busy else int(1000 * idle_seconds)
         sleeps = timeout > 0
@@ -237,7 +239,7 @@ class EngineLoop:
         match command:
             case wire.AddRequest():
                 self._requests.add(client, command)
-            case wire.GrammarReady(request_id):
+            case wire.Prepared(request_id):
                 self._requests.go_on(request_id)
             case wire.AbortRequest():
                 self._requests.abort(command)

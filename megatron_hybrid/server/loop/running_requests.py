@@ -31,8 +31,8 @@ class _Owned:
 
 @dataclass(slots=True)
 class _Delayed:
-    """A request whose grammar is being compiled, or for which the tokenizer is read, and what was
-    aborted of it meanwhile."""
+    """A request whose grammar is being compiled, or for which the tokenizer is read, or whose
+    prompt is still computed by another server; and what was aborted of it meanwhile."""
 
     client: bytes
     request: wire.AddRequest
@@ -47,6 +47,9 @@ class RunningRequests:
     engine: DynamicInferenceEngine
     send: Send
     max_queue: int  # answers that may wait
+    # Whether another server goes on, which may read what is computed as soon as it is: so clients
+    # get an event without tokens when a request is taken.
+    hands_over: bool = False
     _owned: dict[str, _Owned] = field(default_factory=dict)
     _delayed: dict[str, _Delayed] = field(default_factory=dict)  # theirs are owned already
     _turned_away: tuple[str, str] = "", ""  # the HTTP request that was refused last, and why
@@ -55,33 +58,36 @@ class RunningRequests:
         return len(self._owned)
 
     @property
-    def await_grammars(self) -> bool:
-        """Whether a request waits for its grammar."""
+    def are_delayed(self) -> bool:
+        """Whether a request waits for what is made beside the engine."""
         return bool(self._delayed)
 
     def add(self, client: bytes, command: wire.AddRequest) -> None:
         """Take a request, or tell its client why not."""
         if (no_room := self._no_room(command)) is not None:
             self.send(client, wire.Refused(command.request_id, "", no_room, 429))
-        elif not command.params.reads_answer:
+        elif not command.params.reads_answer and not command.prefilling:
             self._submit(client, command)
         else:
             # At the next turn at the earliest, when the first rank has seen that it is compiled:
             # the ranks' threads need not be equally fast.
             self.engine.begin_grammar(command.params)
+            self._read_ahead(command)
             self._delayed[command.request_id] = _Delayed(client, command)
             self._own(client, command)
 
-    def compiled_grammars(self) -> list[wire.Command]:
-        """For the requests that waited for one; every rank takes them at the same turn."""
+    def prepared(self) -> list[wire.Command]:
+        """For the requests that need not be delayed any more; every rank takes them at the same
+        turn."""
         return [
-            wire.GrammarReady(name)
+            wire.Prepared(name)
             for name, delayed in self._delayed.items()
             if self.engine.begin_grammar(delayed.request.params)
+            and self.engine.context.transfers.is_read_ahead(name)
         ]
 
     def go_on(self, request_id: str) -> None:
-        """A request's grammar is there."""
+        """What a request has waited for is there."""
         delayed = self._delayed.pop(request_id, None)
         if delayed is None:  # a step has failed, and with it everything
             return
@@ -94,6 +100,7 @@ class RunningRequests:
         """End answers of a request; their last events say so."""
         if command.request_id in self._delayed:
             self._delayed[command.request_id].aborts.append(command)
+            self.engine.context.transfers.stop_reading_ahead(command.request_id)
         else:
             self.engine.abort(command.request_id, command.index, command.reason)
 
@@ -131,6 +138,8 @@ class RunningRequests:
     def fail_all(self, reason: str) -> None:
         """End every request with an error, in the engine and for its client."""
         lost = list(self._owned)
+        for name in self._delayed:
+            self.engine.context.transfers.stop_reading_ahead(name)
         self._delayed.clear()
         self.publish([event for name in lost for event in self._failures(name, reason)])
         for request_id in lost:
@@ -161,6 +170,19 @@ class RunningRequests:
             self.publish(self._failures(command.request_id, reason))
         else:
             self._own(client, command)
+            if self.hands_over:
+                self.publish([RequestEvent(command.request_id)])
+
+    def _read_ahead(self, command: wire.AddRequest) -> None:
+        """Of a prompt that another server computes."""
+        if command.prefilling:
+            self.engine.context.transfers.read_ahead(
+                command.request_id,
+                np.frombuffer(command.prompt, dtype=np.int32),
+                command.cache_salt,
+                command.prefilled_by,
+                command.prefilling,
+            )
 
     def _own(self, client: bytes, command: wire.AddRequest) -> None:
         self._owned[command.request_id] = _Owned(client, set(range(command.params.n)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megatron_hybrid.server.replicas.replica_set import ReplicaSet
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.conftest import RunningLoop
 from tests.server.fake_engine import FakeEngine
+from tests.server.running import wait_until
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 BODIES: dict[str, dict[str, Any]] = {
@@ -88,6 +90,7 @@ def test_every_prompt_of_a_body_comes_from_there(http: FlaskClient, engine: Fake
         ("10.0.0.1:7001", "kv_transfer_params"),
         ({"peer": 7001}, "kv_transfer_params.peer"),
         ({"peer": "x" * 1025}, "kv_transfer_params.peer"),
+        ({"peer": ADDRESS, "request": 1}, "kv_transfer_params.request"),
     ],
 )
 def test_what_is_no_address_is_refused(http: FlaskClient, given: Any, field: str) -> None:
@@ -103,6 +106,35 @@ def test_a_server_without_that_peer_says_so(reference_http: FlaskClient) -> None
         error = answer.get_json()["error"]
         assert answer.status_code == 400 and error["param"] == "kv_transfer_params"
         assert "--disaggregation-peers" in error["message"] and ADDRESS in error["message"]
+
+
+def test_a_prompt_that_is_computed_elsewhere_is_read_before_the_engine_has_it(
+    http: FlaskClient, engine: FakeEngine
+) -> None:
+    engine.transfers.are_read_ahead = False
+    computes = {"peer": ADDRESS, "request": "there-0"}
+    answers: list[Any] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(post(http, CHAT, max_tokens=2, kv_transfer_params=computes))
+    )
+    asking.start()
+    wait_until(lambda: bool(engine.transfers.begun))
+    (begun,) = engine.transfers.begun.values()
+    assert begun == (ADDRESS, "there-0") and not engine.added
+    engine.transfers.are_read_ahead = True
+    asking.join()
+    assert [added.prefilled_by for added in engine.added] == [ADDRESS]
+    assert answers[0]["usage"]["completion_tokens"] == 2
+
+
+def test_a_client_that_is_gone_is_waited_for_no_longer(
+    http: FlaskClient, engine: FakeEngine
+) -> None:
+    engine.transfers.are_read_ahead = False
+    body = {**BODIES[CHAT], "timeout": 0.2, "kv_transfer_params": {"peer": "a:1", "request": "r"}}
+    assert http.post(CHAT, json=body).status_code == 504
+    wait_until(lambda: engine.transfers.stopped == list(engine.transfers.begun))
+    wait_until(lambda: len(engine.added) == 1)  # and aborted at once
 
 
 # ------------------------------------------------------------------ the server that hands over
@@ -189,11 +221,31 @@ def test_the_prompt_is_cut_as_where_it_is_gone_on_from(
     assert engine.added[0].prompt == prompt[-50:]  # of 128 that fit
 
 
+def test_a_stream_of_several_prompts_says_it_at_their_ends_alone(prefill: FlaskClient) -> None:
+    told = [
+        chunk["kv_transfer_params"]
+        for chunk in chunks(prefill, COMPLETION, prompt=["a b", "c d"])
+        if "kv_transfer_params" in chunk
+    ]
+    assert told == [HANDED_OVER, HANDED_OVER]
+
+
+def test_a_request_that_is_not_taken_gets_a_status_and_no_stream(
+    prefill: FlaskClient, engine: FakeEngine
+) -> None:
+    engine.num_waiting = 2_000_000
+    for path, body in BODIES.items():
+        assert prefill.post(path, json={**body, "stream": True}).status_code == 429
+
+
 @pytest.mark.parametrize("with_usage", [False, True])
 def test_a_stream_says_it_where_a_choice_ends(prefill: FlaskClient, with_usage: bool) -> None:
     options = {"stream_options": {"include_usage": True}} if with_usage else {}
     for path in BODIES:
         found = chunks(prefill, path, max_tokens=9, **options)
+        first = found.pop(0)
+        computes = {"peer": ADDRESS, "request": f"{first['id']}-0"}
+        assert first["choices"] == [] and first["kv_transfer_params"] == computes
         ends = [chunk for chunk in found if chunk["choices"] and _reason(chunk)]
         assert [chunk.get("kv_transfer_params") for chunk in ends] == [HANDED_OVER]
         others = [chunk for chunk in found if chunk not in ends]
@@ -231,8 +283,9 @@ def test_of_several_replicas_the_one_that_computed_it_is_named(
         assert post(http, CHAT)["kv_transfer_params"] == {"peer": "a:1"}
         loops[0].engine.num_waiting = 100  # its queue is full
         assert post(http, CHAT)["kv_transfer_params"] == {"peer": "b:2"}
-        (chunk,) = [one for one in chunks(http, CHAT) if "kv_transfer_params" in one]
-        assert chunk["kv_transfer_params"] == {"peer": "b:2"}
+        first, *_, last = [one for one in chunks(http, CHAT) if "kv_transfer_params" in one]
+        assert first["kv_transfer_params"]["peer"] == "b:2"
+        assert last["kv_transfer_params"] == {"peer": "b:2"}
     finally:
         engines.close()
         for loop in loops:

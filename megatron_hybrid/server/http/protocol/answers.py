@@ -158,7 +158,11 @@ TextChunkChoice = shape("TextChunkChoice", **_TEXT_CHOICE, finish_reason=_REASON
 _HANDED_OVER: dict[str, Any] = {
     "kv_transfer_params": optional(
         shape(
-            "HandedOver", peer=says(str, "Where another server goes on; only with --role prefill.")
+            "HandedOver",
+            peer=says(str, "Where another server goes on; only with --role prefill."),
+            request=optional(
+                says(str, "In the first event of a stream: what computes the prompt.")
+            ),
         )
     )
 }

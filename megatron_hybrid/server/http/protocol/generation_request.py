@@ -53,6 +53,7 @@ class GenerationRequest:
     show_stop: bool = False  # so is what ended the answer
     hide_thoughts: bool = False  # clients see that there were some, and no more
     prefilled_by: str = ""  # the address of a server that has computed the prompt
+    prefilling: str = ""  # or its request that does so
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +298,7 @@ def _generation(
         show_special=body.skip_special_tokens is False,
         show_stop=bool(body.include_stop_str_in_output),
         prefilled_by="" if handed_over is None else handed_over.peer or "",
+        prefilling="" if handed_over is None else handed_over.request or "",
     )
 
 

@@ -207,13 +207,16 @@ class CustomParams(Body):
 
 
 class KvTransferParams(Body, forbid_unknown_fields=False):
-    """vLLM's frame for what a server says that has computed the prompt. Its clients put more fields
-    in (do_remote_prefill, remote_host and others), which change nothing here.
+    """vLLM's frame for what a server says that has computed the prompt, or computes it. Its clients
+    put more fields in (do_remote_prefill, remote_host and others), which change nothing here.
 
     peer: That server's address, as its answer has it; one of --disaggregation-peers.
+    request: Its request, as the first event of a stream has it: what that computes is read
+        meanwhile.
     """
 
     peer: Name | None = None
+    request: Name | None = None
 
 
 class AnswerRequest(Sampling):
