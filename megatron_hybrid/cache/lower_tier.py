@@ -76,14 +76,14 @@ class LowerTier:
         )
         return Save(names, parent, pages, state_pages, ending, Pin(slot, pages))
 
-    def begin_save_of_part(self, names: list[bytes], least: int) -> Save | None:
-        """The KV of a prompt's first blocks, as far as it is there; None: there are not so many."""
+    def begin_save_of_part(self, names: list[bytes], first: int) -> Save | None:
+        """A prompt's KV behind its first blocks, as far as it is there; None: there is none."""
         host = self.upper.host
-        pages = list(takewhile(bool, map(host.block_of, names)))
-        if len(pages) < least:
+        pages = list(takewhile(bool, map(host.block_of, names[first:])))
+        if not pages:
             return None
         host.kv.acquire(pages)
-        return Save(names[: len(pages)], b"", pages, [], None, Pin(NULL_SLOT, pages))
+        return Save(names[first : first + len(pages)], b"", pages, [], None, Pin(NULL_SLOT, pages))
 
     def end_save(self, save: Save, written: int | None) -> None:
         """It was written, so many bytes; None: it could not be."""

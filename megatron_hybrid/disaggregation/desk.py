@@ -27,7 +27,8 @@ class Offer(NamedTuple):
     position: int
     pages: list[int]  # of all its KV
     state_pages: list[int]
-    ending: Ending | None  # None: of a prompt that is still computed, without a state
+    # None: of a prompt that is still computed, without a state, and without what is not wanted
+    ending: Ending | None
 
 
 class Wanted(NamedTuple):

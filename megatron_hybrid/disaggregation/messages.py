@@ -89,7 +89,7 @@ class Welcome(Message, frozen=True):
 
 class Offered(Message, frozen=True):
     """A prefix whose pages stay what they are until `Done`, and for LEASE_SECONDS at most.
-    `ending`: None, if it is KV alone, of a prompt that is still computed."""
+    `ending`: None, if it is KV alone, of a prompt that is followed: behind the first blocks."""
 
     instance: str
     lease: int

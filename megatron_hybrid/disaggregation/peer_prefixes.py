@@ -97,8 +97,9 @@ class PeerPrefixes:
         answer = self._answer(peer, question, FIND_SECONDS + 1.0)
         if isinstance(answer, wire.Offered):
             place = _place(peer, answer, begin)
-            if first < len(answer.pages) <= len(kv) and not answer.state_pages:
-                return Found(len(answer.pages) * self._geometry.block_size, None, place)
+            blocks = first + len(answer.pages)
+            if first < blocks <= len(kv) and not answer.state_pages:
+                return Found(blocks * self._geometry.block_size, None, place)
             self.ended(place)
             return None
         if isinstance(answer, wire.Nothing) and answer.comes:
@@ -118,7 +119,8 @@ class PeerPrefixes:
     def read(self, stored: Stored, blocks: Sequence[Views], state: Views) -> bool:
         """As Prefixes."""
         place: Place = stored.place
-        if self._is_first and time.monotonic() > place.until:
+        is_late = self._is_first and time.monotonic() > place.until
+        if is_late or len(blocks) > len(place.pages):  # the latter: what was here is gone
             return False
         connection = self._connection(place)
         pages = place.pages[len(place.pages) - len(blocks) :]

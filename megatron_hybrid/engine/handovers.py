@@ -102,11 +102,11 @@ class Handovers(Below):
         """What there is of a prompt that is computed: on offer, if it is more than who asks has."""
         if not self._is_open(wanted.request):
             return Answer()
-        save = self.lower.begin_save_of_part(wanted.kv, wanted.first + 1)
+        save = self.lower.begin_save_of_part(wanted.kv, wanted.first)
         if save is None:
             return Answer(comes=True)
-        end = b"part %d" % next(self._parts)
-        self._offer(end, len(save.pages) * self.lower.upper.host.geometry.block_size, save)
+        end, blocks = b"part %d" % next(self._parts), wanted.first + len(save.pages)
+        self._offer(end, blocks * self.lower.upper.host.geometry.block_size, save)
         return Answer(end, comes=True)
 
     def _offer(self, end: bytes, position: int, save: Save | None) -> None:

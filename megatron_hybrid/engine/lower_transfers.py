@@ -205,10 +205,10 @@ class LowerTransfers(Below):
             agreed[first : first + MOST_ENDED] for first in range(0, 4 * MOST_ENDED, MOST_ENDED)
         )
         self._agreed_rate = agreed[-1] / _PARTS
+        self._go_on_ahead(aheads)  # before loads end, behind which others are asked
         for key, became in zip(list(self._loads), takewhile(bool, loads), strict=False):
             self._end_load(self._loads.pop(key), became)
         self._end_looks(looks)
-        self._go_on_ahead(aheads)
         for became in takewhile(bool, saves):
             save, future = self._saves.popleft()
             size = self._result(future, became)

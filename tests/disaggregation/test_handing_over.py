@@ -87,6 +87,12 @@ class Pair:
             self.prefill.engine.check_integrity()
             return int(self.prefill.stats()["tier_states"]["peers"])
 
+    def parts(self) -> int:
+        """On offer, of prompts that are computed."""
+        with self.lock:
+            self.prefill.engine.check_integrity()
+            return sum(save.ending is None for save in transfers_of(self.prefill).lower.saves())
+
     def close(self) -> None:
         self.ends.set()
         self.thread.join()
@@ -200,6 +206,27 @@ def test_a_prompt_is_read_while_it_is_computed(slow_pair: Pair) -> None:
     assert not pair.prefill.stats()["tier_refused"]["unread"]
 
 
+def test_several_prompts_are_read_while_they_are_computed(slow_pair: Pair) -> None:
+    pair, transfers = slow_pair, transfers_of(slow_pair.decode)
+    prompts = prompts_of(pair.both, 5, 250)
+    prompts[1:3] = [prompts[0][:120] + prompt[120:] for prompt in prompts[1:3]]
+    expected, _ = answers(pair.both, prompts)
+    with pair.lock:
+        for number, prompt in enumerate(prompts):
+            pair.prefill.engine.add_request(f"s{number}", prompt, FIRST)
+    for number, prompt in enumerate(prompts):
+        follow(pair, prompt, f"s{number}")
+    before = read(pair.decode)
+    while pair.prefill.engine.has_work():
+        pair.go_on(computing=True)
+    assert read(pair.decode) - before > 8 * transfers.tier.host.geometry.bytes_per_block
+    wait_until(lambda: not transfers.lower.is_underway or pair.go_on(computing=False))
+    lengths = [len(prompt) for prompt in prompts]
+    assert answers(pair.decode, prompts, pair.address) == (expected, lengths)
+    assert not any(pair.decode.stats()["tier_refused"].values())
+    wait_until(lambda: not pair.parts())
+
+
 def test_what_is_read_ahead_ends_with_the_request(slow_pair: Pair) -> None:
     """Whether it never was, is aborted, or nobody waits any more."""
     pair, transfers = slow_pair, transfers_of(slow_pair.decode)
@@ -224,7 +251,7 @@ def test_what_is_read_ahead_ends_with_the_request(slow_pair: Pair) -> None:
     expected, _ = answers(pair.both, [one, two, three])
     assert answers(pair.decode, [one, two, three], pair.address)[0] == expected
     wait_until(lambda: pair.go_on(computing=False) or not transfers.lower.is_underway)
-    wait_until(lambda: not pair.offers())
+    wait_until(lambda: not pair.parts())
 
 
 def test_a_prompt_that_was_computed_before_is_handed_over_again(pair: Pair) -> None:
