@@ -10,7 +10,8 @@ A job is a command, with what it prints in OUT/NAME.log and its figures, if it h
 OUT/NAME.json. One that has ended well is not run again, so that a call goes on where one before it
 was out of time. Tests run --beside each other, but for a few that need a GPU for themselves; these
 and figures run alone. A line is printed for each job, and for one that failed the end of its log.
-The figures' commands are those of docs/performance.md, with random weights.
+The figures' commands are those of docs/performance.md and docs/tiers.md, with random weights; those
+of `apart` are for two GPUs.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ KERNELS = {
     "jamba-mini-1.6": "Mamba1 decode",
     "lfm2-1.2b": "conv,layer prefill,product of few rows,attention decode",
 }
-MOST_SECONDS = 300  # of a job
+MOST_SECONDS = 420  # of a job
 # Tests that look at how much memory is free, or that have kernels which wait for another GPU's.
 ALONE = ("parallel", "sizing")
 NO_TESTS = 5  # pytest's exit code where all modules are skipped
@@ -66,7 +67,7 @@ NO_TESTS = 5  # pytest's exit code where all modules are skipped
 @dataclass(frozen=True)
 class Job:
     name: str
-    command: tuple[str, ...]  # OUT.json stands for where its figures go
+    command: tuple[str, ...]  # OUT.json stands for where its figures go, OUT.files for a folder
     alone: bool = True
 
 
@@ -110,6 +111,7 @@ def jobs() -> Iterator[Job]:
         short = ("--config", f"configs/{model}.yaml", "--prompt", "256")
         options = (*short, *rooms, *few, *none, *loads)
         yield Job(f"drafts/{model}", ("tools/benchmark_drafts.py", *options))
+    yield from _tiers("nemotron-h-8b")
     for model in SHAPES:
         steps = ("--config", f"configs/{model}.yaml", *DECODES, "prefill", "--rows", "14")
         yield Job(f"profile/{model}", ("tools/profile_steps.py", *steps))
@@ -120,6 +122,21 @@ def _offline(name: str, model: str, workloads: str, states: int, *more: str) -> 
     command = ("tools/benchmark_offline.py", "--config", f"configs/{model}.yaml", *scale)
     figures = ("--limits", "--workload", workloads, *more, "--json", "OUT.json")
     return Job(name, (*command, *figures))
+
+
+def _tiers(model: str) -> Iterator[Job]:
+    """docs/tiers.md's."""
+    shape = ("--config", f"configs/{model}.yaml", "--scale", "1", "--json", "OUT.json")
+    graphs = "--inference-dynamic-batching-num-cuda-graphs"
+    requests, host = "--inference-dynamic-batching-max-requests", "--prefix-caching-host-gb"
+    small = (host, "64", KV, "8", STATES, "4", requests, "40", graphs, "4")
+    disk = ("--prefix-caching-disk", "OUT.files", "--prefix-caching-disk-gb", "10")
+    large = (host, "24", KV, "20", STATES, "16", requests, "80", graphs, "8")
+    loads = ("tools/benchmark_tiers.py", *shape, *small, "--load-names")
+    yield Job(f"tiers/{model}", (*loads, "resume,replay,decodes"))
+    yield Job(f"tiers/{model}-restart", (*loads, "restart", *disk))
+    yield Job(f"tiers/{model}-chats", (*loads, "chats"))
+    yield Job(f"apart/{model}", ("tools/benchmark_disaggregation.py", *shape, *large))
 
 
 class Runs:
@@ -141,7 +158,7 @@ class Runs:
         if left <= 0:
             print(f"{job.name}: no time is left", flush=True)
             return False
-        command = [f"{file}.json" if part == "OUT.json" else part for part in job.command]
+        command = [re.sub("^OUT(?=[.])", file, part) for part in job.command]
         if "--config" in command:
             command += self._flags
         begin = time.monotonic()
