@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams
 
 
@@ -16,10 +19,10 @@ class EchoEngine:
         self._missing = missing
 
     def add_request(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self, request_id: str, prompt_token_ids: npt.NDArray[np.int32], params: SamplingParams
     ) -> None:
         assert params.greedy and params.ignore_eos and params.max_tokens is not None
-        self.prompts.append(prompt_token_ids)
+        self.prompts.append(prompt_token_ids.tolist())
         self._running[request_id] = [len(prompt_token_ids), params.max_tokens - self._missing]
 
     def has_work(self) -> bool:

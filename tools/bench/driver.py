@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from bench.measurements import Arrival, RequestRecord
 from bench.workloads import Conversations, Round, Workload
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams
@@ -16,7 +19,7 @@ class Engine(Protocol):
     """What the driver needs of an engine; DynamicInferenceEngine has it."""
 
     def add_request(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self, request_id: str, prompt_token_ids: npt.NDArray[np.int32], params: SamplingParams
     ) -> object: ...
 
     def step(self) -> list[RequestEvent]: ...
@@ -61,8 +64,12 @@ def _run_round(
     run: Run,
     on_finish: Callable[[], object] | None,
 ) -> None:
-    # Prompts and parameters are made before the clock starts: that is not the engine's work.
-    prompts = {request.request_id: conversations.prompt(request) for request in round_}
+    # Prompts, arrays as a server's engine gets them, and parameters are made before the clock
+    # starts: that is not the engine's work.
+    prompts = {
+        request.request_id: np.array(conversations.prompt(request), dtype=np.int32)
+        for request in round_
+    }
     params = {
         request.request_id: SamplingParams(
             temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True
