@@ -17,6 +17,8 @@ import pytest
 
 pytest.importorskip("nixl_cu13", reason="needs NIXL")
 from megatron_hybrid import LLM, SamplingParams  # noqa: E402
+from megatron_hybrid.cache.block_hash import SequenceKeys  # noqa: E402
+from megatron_hybrid.cache.lower_tier import LowerTier  # noqa: E402
 from megatron_hybrid.disaggregation import desk, peer_prefixes, peers  # noqa: E402
 from megatron_hybrid.engine import build_host_memory  # noqa: E402
 from megatron_hybrid.engine.transfers import HostTransfers  # noqa: E402
@@ -81,6 +83,14 @@ class Pair:
             self.decode.engine.use_idle_time()
             self.decode.engine.check_integrity()
             time.sleep(0.005)
+
+    def there(self, llm: LLM, prompt: list[int]) -> int:
+        """Its blocks that are in memory of the host."""
+        tokens, cache = np.array(prompt, dtype=np.int32), llm.engine.context.cache
+        keys = SequenceKeys(cache.root(), 16, lambda start, end: tokens[start:end])
+        keys.extend_to(len(prompt))
+        with self.lock:
+            return LowerTier(transfers_of(llm).tier).num_there(keys)
 
     def offers(self) -> int:
         with self.lock:
@@ -191,6 +201,13 @@ def test_a_prompt_is_read_while_it_is_computed(slow_pair: Pair) -> None:
     while pair.prefill.engine.has_work():
         assert not transfers.is_read_ahead("p")
         pair.go_on(computing=True)
+        if pair.prefill.engine.has_work():  # else there may be no time for all of it
+            wait_until(
+                lambda: (
+                    pair.there(pair.decode, prompt) == pair.there(pair.prefill, prompt)
+                    or pair.go_on(computing=False)
+                )
+            )
         steps.append(read(pair.decode) - before)
     assert len({*steps}) >= 4, steps  # it grew with what was computed
     wait_until(lambda: pair.go_on(computing=False) or transfers.is_read_ahead("p"))
