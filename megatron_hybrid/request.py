@@ -390,6 +390,11 @@ class RequestEvent:
     queue_seconds: float | None = field(default=None, compare=False)
     prefill_seconds: float | None = field(default=None, compare=False)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether it says more than that the request was taken."""
+        return bool(self.token_ids) or self.finish_reason is not None
+
 
 @dataclass(slots=True)
 class RequestOutput:

@@ -78,11 +78,10 @@ class LowerTier:
 
     def begin_save_of_part(self, names: list[bytes], first: int) -> Save | None:
         """A prompt's KV behind its first blocks, as far as it is there; None: there is none."""
-        host = self.upper.host
-        pages = list(takewhile(bool, map(host.block_of, names[first:])))
+        pages = self._first_pages(names[first:])
         if not pages:
             return None
-        host.kv.acquire(pages)
+        self.upper.host.kv.acquire(pages)
         return Save(names[first : first + len(pages)], b"", pages, [], None, Pin(NULL_SLOT, pages))
 
     def end_save(self, save: Save, written: int | None) -> None:
@@ -95,8 +94,7 @@ class LowerTier:
 
     def num_there(self, keys: SequenceKeys) -> int:
         """Full blocks of KV from the beginning that are in host memory."""
-        there = self.upper.host.kv.kv_hash_to_block_id
-        return sum(1 for _ in takewhile(there.__contains__, keys.blocks))
+        return len(self._first_pages(keys.blocks))
 
     def begin_load(self, keys: SequenceKeys, found: Found, beyond: int) -> Move | None:
         """A place in host memory for what the store has of a prompt, of which `beyond` tokens need
@@ -108,12 +106,7 @@ class LowerTier:
                 b"", position, ending.kind, has_logits=ending.has_logits,
                 turn=ending.turn, pause=ending.pause,
             )  # fmt: skip
-        there = host.kv.kv_hash_to_block_id
-        path: list[int] = []
-        for key in keys.blocks[: self.upper.full_blocks(position)]:
-            if key not in there:
-                break
-            path.append(there[key])
+        path = self._first_pages(keys.blocks[: self.upper.full_blocks(position)])
         host.kv.acquire(path)
         count = host.geometry.blocks_for(position) - len(path)
         place = host.allocate(count, state=state is not None)
@@ -155,6 +148,11 @@ class LowerTier:
         keys, position = move.keys, move.position
         parent = keys.of_block(position // self.upper.host.geometry.block_size)
         return Stored(root, self._kv_of(keys, position), parent, keys.at(position))
+
+    def _first_pages(self, names: Sequence[BlockKey]) -> list[int]:
+        """Of full blocks, one behind the other, those that are in host memory up to the first that
+        is not."""
+        return list(takewhile(bool, map(self.upper.host.block_of, names)))
 
     def _kv_of(self, keys: SequenceKeys, position: int) -> list[BlockKey]:
         return names_of(keys.blocks, position, keys.at(position), self.upper.host.geometry)

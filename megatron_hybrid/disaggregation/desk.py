@@ -139,7 +139,7 @@ class Desk:
         with self._lock:
             return self._answers[number]
 
-    def is_answered(self, number: int) -> None:
+    def was_answered(self, number: int) -> None:
         """Nobody waits for an answer any more."""
         with self._lock:
             del self._answers[number]

@@ -119,7 +119,7 @@ class DeskServer:
                     continue
                 comes = answer is not None and answer.comes
                 self._send(asked.client, wire.Nothing(asked.number, comes=comes))
-            self._desk.is_answered(asked.ticket)
+            self._desk.was_answered(asked.ticket)
 
     def _offer(self, asked: _Asked, ends: Iterable[bytes]) -> bool:
         """Whether there was something."""

@@ -81,7 +81,7 @@ class PeerPrefixes:
         ends = [(end, keys.at(end)) for end in places]
         blocks = keys.blocks[: places[0] // self._geometry.block_size]
         question = wire.Find(number, self._identity(), blocks, ends, FIND_SECONDS)
-        answer = self._answer(wanted.peer, question, FIND_SECONDS + 1.0)
+        answer = self._answer(wanted.peer, question)
         if not isinstance(answer, wire.Offered):
             return None
         place = _place(wanted.peer, answer, begin)
@@ -94,7 +94,7 @@ class PeerPrefixes:
         """As Prefixes."""
         begin, number = time.monotonic(), self._peers.number()
         question = wire.Follow(number, self._identity(), kv, first, request, FIND_SECONDS)
-        answer = self._answer(peer, question, FIND_SECONDS + 1.0)
+        answer = self._answer(peer, question)
         if isinstance(answer, wire.Offered):
             place = _place(peer, answer, begin)
             blocks = first + len(answer.pages)
@@ -107,8 +107,8 @@ class PeerPrefixes:
             return Found(0, None)
         return None
 
-    def _answer(self, peer: str, question: wire.Find | wire.Follow, seconds: float) -> wire.Message:
-        answer = self._peers.ask(peer, question, seconds)
+    def _answer(self, peer: str, question: wire.Find | wire.Follow) -> wire.Message:
+        answer = self._peers.ask(peer, question, question.wait + 1.0)
         if isinstance(answer, wire.Nothing) and answer.reason:
             raise StoreError(
                 f"Nothing can be had from {peer} ({FLAG}): {answer.reason}. Both servers "

@@ -150,7 +150,7 @@ class MegatronEngine(LLMEngine):
                 event = await stream.next()
                 if event.finish_reason is FinishReason.ERROR:
                     raise _failure(event)
-                if event.token_ids or event.finish_reason is not None:
+                if event.has_news:
                     yield answer.chunk(event)  # Dynamo takes a prefill worker's first one alone
         except InvalidRequestError as error:
             raise InvalidArgument(str(error)) from error

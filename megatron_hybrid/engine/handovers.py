@@ -60,7 +60,10 @@ class Handovers(Below):
             if not was_read and save.ending is not None:
                 self.lower.upper.refused["unread"] += 1
         for one in wanted:
-            self._look_for(one)
+            if one.request:
+                self._desk.answer(one.number, self._so_far(one))
+            else:
+                self._look_for(one)
 
     def was_written(self, move: Move) -> None:
         end = move.keys.at(move.position)
@@ -84,9 +87,6 @@ class Handovers(Below):
     def _look_for(self, wanted: Wanted) -> None:
         """The furthest place of it that is in host memory, or will be."""
         tier = self.lower.upper
-        if wanted.request:
-            self._desk.answer(wanted.number, self._so_far(wanted))
-            return
         for position, end in wanted.ends:
             if end in self._saves:
                 return

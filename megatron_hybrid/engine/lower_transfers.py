@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -53,15 +53,6 @@ def _one_thread(name: str) -> Executor:
 
 
 @dataclass(eq=False, slots=True)
-class _Load:
-    move: Move
-    future: Future[float | None]  # seconds that it took; None: not all of it was there
-    late: float  # when nobody waits for it any more
-    place: Any  # of Found
-    ahead: str = ""  # see _Ahead: its name
-
-
-@dataclass(eq=False, slots=True)
 class _Look:
     """What becomes of one request's question."""
 
@@ -79,6 +70,7 @@ class _Ahead:
     """What is read of a prompt while another server computes it, before the engine has its request:
     part by part."""
 
+    name: str
     keys: SequenceKeys
     peer: str
     request: str  # the other one's
@@ -87,6 +79,18 @@ class _Ahead:
     is_read: bool = False  # a part is
     reads: bool = True  # parts; else it is only waited for the request's end
     is_wanted: bool = True
+
+
+@dataclass(eq=False, slots=True)
+class _Load:
+    move: Move
+    future: Future[float | None]  # seconds that it took; None: not all of it was there
+    late: float  # when nobody waits for it any more
+    place: Any  # of Found
+    ahead: _Ahead | None = None  # of which it is a part
+
+
+Asked = TypeVar("Asked", _Look, _Ahead)
 
 
 class LowerTransfers(Below):
@@ -183,14 +187,11 @@ class LowerTransfers(Below):
         self._looks.append(look)
 
     def progress(self) -> list[int]:
-        looks = [
-            _THERE if look.future is None else _became(look.future)
-            for look in self._looks[:MOST_ENDED]
-        ]
+        looks = [_became(look.future) for look in self._looks[:MOST_ENDED]]
         loads = [_became(load.future) for load in islice(self._loads.values(), MOST_ENDED)]
         saves = [_became(future) for _, future in islice(self._saves, MOST_ENDED)]
         aheads = [
-            _PENDING if one.is_read else _THERE if one.future is None else _became(one.future)
+            _PENDING if one.is_read else _became(one.future)
             for one in islice(self._aheads.values(), MOST_ENDED)
         ]
         padding = [_PENDING] * MOST_ENDED
@@ -220,22 +221,25 @@ class LowerTransfers(Below):
         self.lower.end_load(load.move, is_there=became == _THERE)
         if seconds is not None:
             self._was_read(self._bytes_of(load.move), seconds)
-        if (ahead := self._aheads.get(load.ahead)) is not None:
-            ahead.reads = became == _THERE
-            self._ask_ahead(load.ahead, ahead)
+        if load.ahead is not None:
+            load.ahead.reads = became == _THERE
+            self._ask_ahead(load.ahead)
+
+    def _answers(
+        self, asked: Iterable[Asked], became: Sequence[int]
+    ) -> list[tuple[Asked, Found | None]]:
+        """Who of them was answered, as many as may read, and what. Not in order: some stores let
+        one wait while others are answered."""
+        pairs = [pair for pair in zip(asked, became, strict=False) if pair[1]]
+        pairs = pairs[: MOST_LOADS - len(self._loads)]
+        results = [self._result(one.future, how) for one, how in pairs]
+        if any(how == _THERE for _, how in pairs):
+            results = self._agreement.of_first(results)
+        return [(one, found) for (one, _), found in zip(pairs, results, strict=True)]
 
     def _end_looks(self, became: Sequence[int]) -> None:
-        # Not in order: some stores let one wait while others are answered.
-        pairs = [(look, one) for look, one in zip(self._looks, became, strict=False) if one]
-        pairs = pairs[: MOST_LOADS - len(self._loads)]
-        if not pairs:
-            return
-        answered = [look for look, _ in pairs]
-        self._looks = [look for look in self._looks if look not in answered]
-        results = [self._result(look.future, one) for look, one in pairs]
-        if any(one == _THERE for _, one in pairs):
-            results = self._agreement.of_first(results)
-        for look, found in zip(answered, results, strict=True):
+        for look, found in self._answers(self._looks, became):
+            self._looks.remove(look)
             look.is_open = False
             if found is not None and not self._is_loading(look, found):
                 self._give_back(found.place)
@@ -260,7 +264,9 @@ class LowerTransfers(Below):
         self._begin_load(key, move, found.place)
         return True
 
-    def _begin_load(self, key: BlockKey, move: Move, place: Any, ahead: str = "") -> None:
+    def _begin_load(
+        self, key: BlockKey, move: Move, place: Any, ahead: _Ahead | None = None
+    ) -> None:
         reading = self._reader.submit(
             self._read,
             self.lower.stored(self._root(), move)._replace(place=place),
@@ -292,7 +298,7 @@ class LowerTransfers(Below):
 
     def read_ahead(self, name: str, keys: SequenceKeys, peer: str, request: str) -> None:
         if self._stored.is_asked(peer):
-            self._ask_ahead(name, _Ahead(keys, peer, request, self.lower.upper.version))
+            self._ask_ahead(_Ahead(name, keys, peer, request, self.lower.upper.version))
 
     def is_read_ahead(self, name: str) -> bool:
         return name not in self._aheads or not self._aheads[name].is_wanted
@@ -301,9 +307,9 @@ class LowerTransfers(Below):
         if name in self._aheads:
             self._aheads[name].is_wanted = False
 
-    def _ask_ahead(self, name: str, ahead: _Ahead) -> None:
-        self._aheads.pop(name, None)
-        self._aheads[name] = ahead  # behind the others
+    def _ask_ahead(self, ahead: _Ahead) -> None:
+        self._aheads.pop(ahead.name, None)
+        self._aheads[ahead.name] = ahead  # behind the others
         ahead.is_read = False
         if self._agreement.is_first:
             kv = ahead.keys.blocks
@@ -312,37 +318,28 @@ class LowerTransfers(Below):
             ahead.future = self._asker.submit(follow, ahead.peer, ahead.request, kv, first)
 
     def _go_on_ahead(self, became: Sequence[int]) -> None:
-        pairs = [pair for pair in zip(list(self._aheads.items()), became, strict=False) if pair[1]]
-        pairs = pairs[: max(0, MOST_LOADS - len(self._loads))]
-        if not pairs:
-            return
-        results = [self._result(ahead.future, one) for (_, ahead), one in pairs]
-        if any(one == _THERE for _, one in pairs):
-            results = self._agreement.of_first(results)
-        for ((name, ahead), _), found in zip(pairs, results, strict=True):
+        for ahead, found in self._answers(self._aheads.values(), became):
             is_current = ahead.is_wanted and ahead.version == self.lower.upper.version
-            if found is not None and found.position and is_current:
-                self._read_part(name, ahead, found)
-                continue
-            if found is not None:
-                self._give_back(found.place)
-            if found is not None and is_current:
-                self._ask_ahead(name, ahead)
+            if found is None or not is_current:
+                del self._aheads[ahead.name]
+                self._give_back(None if found is None else found.place)
+            elif found.position:
+                self._read_part(ahead, found)
             else:
-                del self._aheads[name]
+                self._ask_ahead(ahead)
 
-    def _read_part(self, name: str, ahead: _Ahead, found: Found) -> None:
+    def _read_part(self, ahead: _Ahead, found: Found) -> None:
         key = ahead.keys.at(found.position)
         move = None
         if key not in self._loads:
             move = self.lower.begin_load(ahead.keys, found, beyond=found.position)
         if move is not None:
             ahead.is_read = True
-            self._begin_load(key, move, found.place, name)
+            self._begin_load(key, move, found.place, ahead)
             return
         self._give_back(found.place)
         ahead.reads = key in self._loads  # else there is no room for it
-        self._ask_ahead(name, ahead)
+        self._ask_ahead(ahead)
 
     # ------------------------------------------------------------------ write
 
@@ -419,7 +416,9 @@ class LowerTransfers(Below):
         return None
 
 
-def _became(future: Future[T]) -> int:
+def _became(future: Future[T] | None) -> int:
+    if future is None:
+        return _THERE  # so that the rank counts that has one
     if not future.done():
         return _PENDING
     if future.exception() is not None:

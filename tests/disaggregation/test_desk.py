@@ -79,9 +79,9 @@ def test_what_is_not_there_is_looked_for_once() -> None:
     other = desk.want(wanted(b"b"))
     desk.answer(other, Answer(comes=True))
     assert desk.answer_to(number) is None and desk.answer_to(other) == Answer(comes=True)
-    desk.is_answered(other)
+    desk.was_answered(other)
     desk.answer(other, Answer())  # too late: nothing is kept for nobody
-    desk.is_answered(number)
+    desk.was_answered(number)
     assert desk.lease([b"a"]) is None
     desk.offer(b"a", offer())
     assert desk.lease([b"a"])

@@ -9,7 +9,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPResponse
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import urlsplit
@@ -128,6 +128,17 @@ def ask(client: HTTPConnection, body: Any = BODY, path: str = CHAT) -> tuple[int
     return answer.status, json.loads(answer.read())
 
 
+@contextlib.contextmanager
+def half_an_answer(prefill: Upstream) -> Iterator[tuple[Upstream, HTTPResponse]]:
+    """It has two pieces, of which the decode server gives the second when it may go on."""
+    with (
+        Upstream("first", 200, b'"second"') as decode,
+        proxy([prefill.url], [decode.url]) as client,
+    ):
+        client.request("POST", CHAT, json.dumps(BODY), HEADERS)
+        yield decode, client.getresponse()
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 def test_a_prompt_is_gone_on_from_while_it_is_computed(
     prefill: Upstream, decode: Upstream, path: str
@@ -161,12 +172,7 @@ def test_who_does_not_say_where_the_prompt_is_is_done_without(
 
 
 def test_the_prompt_is_computed_until_it_is_answered(prefill: Upstream) -> None:
-    with (
-        Upstream("first", 200, b'"second"') as decode,
-        proxy([prefill.url], [decode.url]) as client,
-    ):
-        client.request("POST", CHAT, json.dumps(BODY), HEADERS)
-        answer = client.getresponse()
+    with half_an_answer(prefill) as (decode, answer):
         assert answer.read1() == b'"first"' and not prefill.cut_off.wait(0.2)
         decode.may_go_on.set()
         assert answer.read() == b'"second"'
@@ -188,12 +194,7 @@ def test_servers_of_a_kind_take_turns(prefill: Upstream, decode: Upstream) -> No
 
 
 def test_a_stream_is_passed_on_as_it_comes(prefill: Upstream) -> None:
-    with (
-        Upstream("first", 200, b'"second"') as decode,
-        proxy([prefill.url], [decode.url]) as client,
-    ):
-        client.request("POST", CHAT, json.dumps(BODY), HEADERS)
-        answer = client.getresponse()
+    with half_an_answer(prefill) as (decode, answer):
         assert answer.getheader("Content-Type") == "application/json"
         assert answer.read1() == b'"first"'
         decode.may_go_on.set()

@@ -103,7 +103,7 @@ class Subscription:
                 if (ready := self.client.ready) is not None:
                     self.handover_address = ready.handover_address
             self.on_first(item.request_id)
-        if self.first_event is None and isinstance(item, RequestEvent) and _says_something(item):
+        if self.first_event is None and isinstance(item, RequestEvent) and item.has_news:
             self.first_event = time.monotonic()
         if isinstance(item, RequestEvent) and self.whole:
             key = (item.request_id, item.index)
@@ -123,11 +123,6 @@ class Subscription:
     def _forget(self, request_id: str, index: int) -> None:
         self.open_answers.discard((request_id, index))
         self.client.forget(request_id, index)
-
-
-def _says_something(event: RequestEvent) -> bool:
-    """Whether it is more than that the request was taken."""
-    return bool(event.token_ids) or event.finish_reason is not None
 
 
 def _merge(earlier: RequestEvent | None, event: RequestEvent) -> RequestEvent:
