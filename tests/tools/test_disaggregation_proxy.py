@@ -59,15 +59,21 @@ class Upstream:
                 self.chunk(first)
                 for piece in others:
                     while not upstream.may_go_on.wait(0.01):
-                        self.connection.setblocking(False)
-                        with contextlib.suppress(BlockingIOError):
-                            assert not self.connection.recv(1)
+                        if self.has_gone():
                             return upstream.cut_off.set()
-                    self.connection.setblocking(True)
                     self.chunk(piece)
                 self.wfile.write(b"0\r\n\r\n")
 
             do_GET = do_POST
+
+            def has_gone(self) -> bool:
+                """Whether the client has; with a reset where it had not read what was sent."""
+                try:
+                    return not self.connection.recv(1, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    return False
+                except ConnectionResetError:
+                    return True
 
             def chunk(self, data: bytes) -> None:
                 self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
