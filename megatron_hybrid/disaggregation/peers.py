@@ -15,7 +15,7 @@ from megatron_hybrid.disaggregation.remote_memory import FLAG
 from megatron_hybrid.errors import ConfigurationError, StoreError
 
 PAUSE_SECONDS = 5.0  # in which one that did not answer is not asked again
-CONNECT_MILLISECONDS = 1000
+CONNECT_MILLISECONDS = 3000  # a packet that was lost is sent again after a second
 _SLICE = 200  # milliseconds, after which it is looked whether the peer is still there
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_hybrid import LLM, SamplingParams
-from megatron_hybrid.disaggregation import peer_prefixes
+from megatron_hybrid.disaggregation import peer_prefixes, peers
 from megatron_hybrid.engine import build_host_memory
 from megatron_hybrid.parallel import RankGroup, initialize
 from megatron_hybrid.rank_layout import ParallelSizes
@@ -64,7 +64,10 @@ def answer(llm: LLM, address: str, ranks: RankGroup) -> dict[str, Any]:
 def main() -> None:
     output, role, tensor, pipeline, address, folder, shared = sys.argv[1:]
     build_host_memory._OPERATIONS["cpu"] = 1e6  # on which a copy pays
-    peer_prefixes.FIND_SECONDS = 20.0
+    # A machine that stands still for a while is not what is tested.
+    peer_prefixes.FIND_SECONDS = peer_prefixes.HELLO_SECONDS = 20.0
+    peer_prefixes.READ_SECONDS = peer_prefixes.PeerPrefixes.patience = 50.0
+    peers.CONNECT_MILLISECONDS = 20_000
     flag = "disaggregation_listen" if role == "prefill" else "disaggregation_peers"
     llm = LLM(
         **options(

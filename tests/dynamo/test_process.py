@@ -52,7 +52,7 @@ def test_it_answers_tells_what_it_caches_and_ends() -> None:
     events = context.socket(zmq.SUB)
     try:
         engine.join("")
-        assert engine.wait_until_ready(60), process.exit_code
+        assert engine.wait_until_ready(300), process.exit_code
         events.subscribe(b"")
         events.connect(process.kv_events_endpoint)
         assert events.poll(10_000)  # it is there: what comes from now on is heard
