@@ -35,6 +35,7 @@ from megatron_hybrid.errors import StatePoolExhausted
 NAME = "host"  # in figures
 LOOKED_AT = 32  # states that were published, at most, to find one to write
 MOST_PENDING = 65_536  # published ones that are remembered
+ANY_STEP = 2**62  # so far
 
 
 class Copy(NamedTuple):
@@ -44,6 +45,8 @@ class Copy(NamedTuple):
     pages: list[int]  # one for each
     slot: int  # of the device; NULL_SLOT: no state
     state_pages: list[int]
+    # The last step that may write to where it comes from, or use where it goes to, on the device.
+    touched: int = ANY_STEP
 
 
 @dataclass(slots=True)
@@ -237,6 +240,11 @@ class HostTier(Tier):
                 device.release_blocks(blocks)
                 return None
         own = device.allocate_blocks(len(copied))
+        touched = max((device.kv.touched[block] for block in own), default=0)
+        if device.geometry.packs_states:  # they are moved by later steps than they are cached in
+            touched = ANY_STEP
+        elif state is not None:
+            touched = max(touched, device.states.touched[slot])
         pages = self._path(found)
         self.host.kv.acquire(pages)
         state_pages: list[int] = []
@@ -246,7 +254,7 @@ class HostTier(Tier):
         return Move(
             keys,
             found.skip,
-            Copy(own, copied, slot, state_pages),
+            Copy(own, copied, slot, state_pages, touched),
             blocks + own,
             first,
             slot,
@@ -357,15 +365,19 @@ class HostTier(Tier):
             return None
         own, slot = place
         state_pages = [] if state is None else host.pages_of(slot)
-        device_slot = NULL_SLOT if state is None else state.slot
+        device_slot, touched = NULL_SLOT, ANY_STEP
         if state is not None:
-            device.states.pin(state.slot)
+            device_slot = state.slot
+            device.states.pin(device_slot)
+            if device.geometry.has_recurrent and not device.geometry.packs_states:
+                # its KV was there before
+                touched = device.states.touched[device_slot]
         device.kv.acquire(table)
         self._writing.add(_key(keys, position, state))
         return Move(
             keys,
             position,
-            Copy(table[first:], own, device_slot, state_pages),
+            Copy(table[first:], own, device_slot, state_pages, touched),
             path + own,
             first,
             slot,

@@ -59,6 +59,8 @@ class KVBlockAllocator:
         self._parent = [0] * (num_blocks + 1)  # of mapped blocks
         self._cover = [0] * (num_blocks + 1)  # states at the block, and covered children
         self.step = 0  # the engine's; what is released was used until then
+        # by block, when it was last given back: the last step that may use it
+        self.touched = [0] * (num_blocks + 1)
         # mapped blocks without references, the next one to be evicted first, each with the step
         # of its last use
         self._cached: OrderedDict[int, int] = OrderedDict()
@@ -124,13 +126,16 @@ class KVBlockAllocator:
                     del self._uncovered[block]
             references[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Give back one reference to each. `blocks` is a sequence's table, in its order.
+    def release(self, blocks: Sequence[int], *, touched: bool = True) -> None:
+        """Give back one reference to each. `blocks` is a sequence's table, in its order. touched:
+        whether a step may use them that was launched while this reference was held.
 
         A mapped block without references stays cached; a private one is free.
         """
         references, keys = self._references, self._key
         for block in reversed(blocks):  # children get ahead of their parents
+            if touched:
+                self.touched[block] = self.step
             references[block] -= 1
             if references[block] == 0:
                 if keys[block] is None and block not in self._tails_of:

@@ -231,12 +231,12 @@ class PrefixStore:
     def unpin(self, pin: Pin) -> None:
         """Let what a pin keeps be evicted. Who kept it is no user of it."""
         if pin.slot != NULL_SLOT:
-            self.states.unpin(pin.slot, used=False)
-        self.release_blocks(pin.blocks)
+            self.states.unpin(pin.slot, used=False, touched=False)
+        self.release_blocks(pin.blocks, touched=False)
 
-    def release_blocks(self, blocks: Sequence[int]) -> None:
-        """Give back a reference to each block of a sequence's table."""
-        self.kv.release(blocks)
+    def release_blocks(self, blocks: Sequence[int], *, touched: bool = True) -> None:
+        """Give back a reference to each block of a sequence's table. touched: of the allocator."""
+        self.kv.release(blocks, touched=touched)
         while not self._keeps_idle and self._drop_block(counts=False):
             pass
 

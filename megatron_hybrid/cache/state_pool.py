@@ -81,6 +81,8 @@ class StatePool:
         self._state: list[CachedState | None] = [None] * (last + 1)
         self._pins = [0] * (last + 1)
         self._owned = [False] * (last + 1)
+        # by slot that nobody owns or pins: the last of the engine's steps that may use it
+        self.touched = [0] * (last + 1)
 
     @property
     def num_cached(self) -> int:
@@ -135,6 +137,7 @@ class StatePool:
         """Free an owned slot."""
         assert self._owned[slot], f"slot {slot} is not owned"
         self._owned[slot] = False
+        self.touch((slot,))
         (self._free_live if slot <= self._num_live else self._free).add(slot)
 
     def cache(self, slot: int, state: CachedState) -> CachedState:
@@ -153,6 +156,7 @@ class StatePool:
                 self.release(slot)
             return known
         self._owned[slot] = False
+        self.touch((slot,))
         self.mamba_hash_to_slot_id[state.key] = slot
         self._state[slot] = state
         state.slot = slot
@@ -169,8 +173,11 @@ class StatePool:
         self._pins[slot] += 1
         self.queue.discard(slot)
 
-    def unpin(self, slot: int, *, used: bool) -> None:
-        """Take a pin back. `used`: the state was read, which makes it recent."""
+    def unpin(self, slot: int, *, used: bool, touched: bool = True) -> None:
+        """Take a pin back. `used`: the state was read, which makes it recent. touched: whether a
+        step may use the slot that was launched while it was pinned."""
+        if touched:
+            self.touch((slot,))
         self._pins[slot] -= 1
         assert self._pins[slot] >= 0, f"slot {slot} is not pinned"
         state = self._state[slot]
@@ -182,6 +189,11 @@ class StatePool:
                 self.queue.add(state)
             else:  # dropped while it was pinned
                 self._free.add(slot)
+
+    def touch(self, slots: Iterable[int]) -> None:
+        """The last step that was launched may use them, or the one that is being planned."""
+        for slot in slots:
+            self.touched[slot] = self.queue.now
 
     def rescore(self, state: CachedState | None) -> None:
         """Whether a state covers anything may have changed."""
@@ -237,6 +249,7 @@ class StatePool:
         if self._pins[old] == 0:
             self._free.add(old)
         self._owned[slot] = False
+        self.touch((slot,))
         self._state[slot] = state
         self.mamba_hash_to_slot_id[state.key] = state.slot = slot
         self.queue.add(state)

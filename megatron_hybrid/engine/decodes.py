@@ -269,6 +269,7 @@ class Decodes:
     def take_catch_ups(self) -> list[CatchUp]:
         """What was put off, which is done now."""
         taken, self._catch_ups = self._catch_ups, []
+        self._cache.states.touch(slot for one in taken for slot in (one.slot, one.checkpoint_slot))
         return taken
 
     def write_states(self) -> list[CatchUp]:
@@ -277,8 +278,7 @@ class Decodes:
         if self._context.geometry.granule > 1:
             return []  # they can't be
         behind = np.flatnonzero(rows.decoding & (rows.unfolded > 0))
-        columns = rows.position, rows.unfolded, rows.read_slot
-        figures = np.stack([column[behind] for column in columns]).T.tolist()
+        figures = np.stack([rows.position, rows.unfolded, rows.read_slot])[:, behind].T.tolist()
         rows.unfolded[behind] = 0
         return [
             CatchUp(row, position, unfolded, slot, 0, 0)

@@ -251,7 +251,7 @@ class Scheduler:
         context, twins, transfers = self._context, self.twins, self._context.transfers
         unmatched, unhashed = MATCHED_AT_ONCE, HASHED_FOR_ROOM * HASHED_AT_ONCE
         # no more than there are rows: one that waits for a twin keeps its row against later ones
-        for request in self._first(context.rows.num_free):
+        for request in transfers.to_be_tried(self._first(context.rows.num_free)):
             if budget == 0 or unmatched <= 0:
                 break
             if not context.has_keys(request):

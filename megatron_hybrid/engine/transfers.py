@@ -7,6 +7,7 @@ published has left them where they stay.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, takewhile
@@ -33,6 +34,8 @@ MOST_WRITES = 16
 # A fetch is begun while those under way take less than one part in so many of the device's blocks
 # and states: who has no room beside them would compute what the host has.
 FETCHED_PART = 4
+# Begun in one step while nobody runs: the sooner is computed what comes first.
+FETCHES_AT_ONCE = 4
 WAIT_SECONDS = 5e-4  # between two looks for what is fetched
 LOOKS = 8  # in one step: threads need the time, too
 
@@ -47,15 +50,22 @@ class Ticket(Protocol):
 class Copier(Protocol):
     """Copies between the device and pages of host memory, beside the steps."""
 
+    def begin_step(self, step: int) -> None:
+        """Those before it were launched."""
+
     def write(self, copy: Copy) -> Ticket:
-        """To the pages, as the steps launched so far leave it."""
+        """To the pages, when the steps are done that are launched and may touch it."""
 
     def fetch(self, copy: Copy) -> Ticket:
-        """From the pages."""
+        """From the pages, likewise."""
 
 
 class PutOff(Protocol):
     """States that are to be written in the coming step."""
+
+    @property
+    def owes_states(self) -> bool:
+        """Whether there are any."""
 
     def forget_slot(self, slot: int) -> None:
         """Something else comes into a slot."""
@@ -122,6 +132,11 @@ class Transfers:
     def end_copies(self) -> None:
         """What has arrived can be found from now on."""
 
+    def to_be_tried(self, requests: Sequence[TrackedRequest]) -> Iterable[TrackedRequest]:
+        """Without those that need not be tried: what they wait for is on its way to the device, or
+        there is no room for it yet."""
+        return requests
+
     def write_back(self) -> None:
         """A step was launched, or all that was put off until one is done: what was published before
         may be written now."""
@@ -182,6 +197,9 @@ class HostTransfers(Transfers):
         self._fetches: dict[BlockKey, _Underway] = {}  # by the prefix that is to be there
         self._coming = [0, 0]  # blocks and states of the device, to which these come
         self._needs_writes = False  # in this step a fetch was put off until they have ended
+        self._is_full = False  # in this step one was put off, for whatever reason
+        self._without_room: set[TrackedRequest] = set()  # whose fetches were put off
+        self._may_begin: float | None = None  # fetches in this step; None: nobody was tried yet
         self._put_off: PutOff | None = None
         # what has come, until those who waited for it were tried
         self._pins: dict[BlockKey, tuple[Pin, set[TrackedRequest]]] = {}
@@ -213,8 +231,10 @@ class HostTransfers(Transfers):
         return bool(self._fetches) or self.lower.is_reading
 
     def begin_step(self, step: int) -> None:
-        self._needs_writes = False
+        self._needs_writes = self._is_full = False
+        self._may_begin = None
         self.tier.begin_step(step)
+        self.copier.begin_step(step)
         self.end_copies()
 
     def end_copies(self) -> None:
@@ -238,6 +258,12 @@ class HostTransfers(Transfers):
                 underway.waiting |= earlier[1]
                 self._cache.store.unpin(earlier[0])
             self._pins[key] = pin, underway.waiting
+
+    def to_be_tried(self, requests: Sequence[TrackedRequest]) -> Iterator[TrackedRequest]:
+        for request in requests:
+            is_put_off = self._is_full and request in self._without_room
+            if not is_put_off and request.fetched not in self._fetches:
+                yield request
 
     def _agreed(self) -> tuple[int, int, list[int]]:
         """Writes and fetches that have ended on every rank, and how far the store below is."""
@@ -265,12 +291,16 @@ class HostTransfers(Transfers):
     def wait(self, *, is_idle: bool) -> None:
         if not is_idle:
             return
+        if self._put_off is not None and not self._put_off.owes_states:
+            self.write_back()  # no step may be launched before there is room
+        # For all that come soon: they are computed together.
+        awaited = [underway.ticket for underway in islice(reversed(self._fetches.values()), 1)]
+        if self._needs_writes:
+            awaited += [ticket for _, ticket in self._writes[:1]]
+        if not awaited and not self.lower.is_reading:
+            return
         for _ in range(1 if self.lower.is_reading else LOOKS):
-            firsts = [underway.ticket for underway in islice(self._fetches.values(), 1)]
-            if self._needs_writes:
-                firsts += [ticket for _, ticket in self._writes[:1]]
-            waits = bool(firsts) or self.lower.is_reading
-            if not waits or any(first.is_done() for first in firsts):
+            if any(ticket.is_done() for ticket in awaited):
                 return
             time.sleep(WAIT_SECONDS)
 
@@ -289,9 +319,10 @@ class HostTransfers(Transfers):
             self.tier.was_published(lease.keys, blocks * geometry.block_size, None)
 
     def must_wait(self, request: TrackedRequest, match: PrefixMatch, num_running: int) -> bool:
-        key = request.fetched
-        if key is not None:
-            return key in self._fetches
+        if self._may_begin is None:
+            self._may_begin = math.inf if num_running else FETCHES_AT_ONCE
+        if request.fetched is not None:  # it has come
+            return False
         keys, length, tier = request.keys, request.num_tokens, self.tier
         if keys is None or request.fetches >= MOST_FETCHES:
             return False
@@ -306,7 +337,9 @@ class HostTransfers(Transfers):
             if not tier.is_worth_it(match, found, length):
                 tier.refused["slower"] += 1
                 return False
-            if self._has_no_room_yet(match, found):
+            if self._may_begin <= 0 or self._has_no_room_yet(match, found):
+                self._is_full = True
+                self._without_room.add(request)
                 return True
             fetch = tier.begin_fetch(keys, match, found, length, num_running)
             if fetch is None:
@@ -317,6 +350,7 @@ class HostTransfers(Transfers):
             ticket = self.copier.fetch(fetch.copy)
             underway = self._fetches[key] = _Underway(fetch, ticket)
             self._is_coming(fetch.copy, 1)
+            self._may_begin -= 1
         underway.waiting.add(request)
         request.fetched = key
         request.fetches += 1
@@ -339,6 +373,7 @@ class HostTransfers(Transfers):
 
     def was_tried(self, request: TrackedRequest) -> None:
         self.lower.was_tried(request)
+        self._without_room.discard(request)
         key, request.fetched = request.fetched, None
         if key is None:
             return

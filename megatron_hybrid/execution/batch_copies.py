@@ -8,7 +8,7 @@ each other: the fewer copies there are, the less is delayed what others launch m
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +53,11 @@ def copies_of(
     found["width"], found["rows"], found["layers"] = widths, rows, 1
     found["order"] = _IN_STREAM_ORDER
     return found
+
+
+def joined(copies: Sequence[Copies]) -> Copies:
+    """One behind the other. (numpy takes them apart into their fields for that.)"""
+    return np.concatenate([some.view(np.uint8) for some in copies]).view(COPY)
 
 
 class BatchCopies:

@@ -9,10 +9,12 @@ other.
 from __future__ import annotations
 
 import mmap
+import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, cycle
+from itertools import cycle
 from queue import SimpleQueue
 from threading import Thread, current_thread
 
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.cache.host_tier import Copy
-from megatron_hybrid.execution.batch_copies import Copies, Place, batch_copies, copies_of
+from megatron_hybrid.execution.batch_copies import Copies, Place, batch_copies, copies_of, joined
 from megatron_hybrid.execution.device import upload
 from megatron_hybrid.execution.long_rows import LongRows, addresses, runs
 from megatron_hybrid.execution.page_parts import EXACT, HostForm, PageParts, Part, RoundedPart
@@ -29,6 +31,7 @@ from megatron_hybrid.layers.inputs import LayerCaches
 
 PIECE_BYTES = 32 * 2**20  # gathered at a time; two of them in each direction
 PIECES_AHEAD = 2  # enqueued and not done, beside the next one: they take memory
+SWITCH_SECONDS = 2e-4  # for which a thread keeps Python's lock that another one waits for
 _END = object()
 
 
@@ -49,6 +52,9 @@ class HostCopier:
         assert not self._blocks or self._blocks[-1].end <= words, "a block does not fit into a page"
         self._pages = self._allocate(num_pages + 1, words)
         self._bytes = self._pages.view(torch.uint8).numpy()
+
+    def begin_step(self, step: int) -> None:
+        """Those before it were launched."""
 
     def write(self, copy: Copy) -> HostCopier:
         """To the pages."""
@@ -131,6 +137,11 @@ class CudaHostCopier(HostCopier):
         self, caches: LayerCaches, num_pages: int, page_bytes: int, form: HostForm = EXACT
     ) -> None:
         super().__init__(caches, num_pages, page_bytes, form)
+        # The coming step, and the one before it, each with what was launched before.
+        self._launched: deque[tuple[int, torch.cuda.Event]] = deque(maxlen=2)
+        # A copy's thread needs Python's lock some times, which the engine's does not let go of
+        # while it plans and launches a step.
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         self._up, self._down = _Direction(self.device), _Direction(self.device)
         self._batch = batch_copies()
         self._block_rows, self._state_rows = (
@@ -140,6 +151,9 @@ class CudaHostCopier(HostCopier):
         # Blocks that are gathered together; rounding takes some times what they have.
         is_rounded = any(isinstance(part, RoundedPart) for part in self._blocks)
         self.piece = max(1, PIECE_BYTES // page_bytes // (4 if is_rounded else 1))
+
+    def begin_step(self, step: int) -> None:
+        self._launched.append((step, torch.cuda.current_stream(self.device).record_event()))
 
     def write(self, copy: Copy) -> _Job:  # type: ignore[override]
         return self._begin(self._down, copy, self._write_gathered, to_host=True)
@@ -186,6 +200,12 @@ class CudaHostCopier(HostCopier):
         to_host: bool,
     ) -> _Job:
         """gathered: enqueues what is in no long rows, a piece in each of its steps."""
+        pieces = self._pieces_of(copy, gathered, to_host=to_host)
+        return direction.begin(pieces, self._behind(copy.touched))
+
+    def _pieces_of(
+        self, copy: Copy, gathered: Callable[[Copy], Iterator[None]], *, to_host: bool
+    ) -> Iterator[None]:
         rows = []
         if copy.blocks and self._block_rows is not None:
             rows.append(self._block_rows.of_blocks(copy.blocks, copy.pages, to_host=to_host))
@@ -193,8 +213,16 @@ class CudaHostCopier(HostCopier):
         if copy.slot and self._state_rows is not None:
             rows.append(self._state_rows.of_state(copy.slot, copy.state_pages, to_host=to_host))
             copy = copy._replace(slot=0, state_pages=[])
-        enqueued = self._enqueue(np.concatenate(rows)) if rows else ()
-        return direction.begin(chain(enqueued, gathered(copy)))
+        if rows:
+            yield from self._enqueue(joined(rows))
+        yield from gathered(copy)
+
+    def _behind(self, step: int) -> torch.cuda.Event:
+        """When what was launched with this step, and before, is done."""
+        for later, launched in self._launched:
+            if later > step:
+                return launched
+        return torch.cuda.current_stream(self.device).record_event()
 
     def _enqueue(self, rows: Copies) -> Iterator[None]:
         assert self._batch is not None
@@ -249,7 +277,6 @@ class _Direction:
     others are under way CUDA's driver takes as long for that as a copy engine for them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         # Pieces take turns: one is scattered while the next one comes.
         streams = [torch.cuda.Stream(device) for _ in range(2)]
@@ -258,18 +285,18 @@ class _Direction:
         thread.start()
         weakref.finalize(self, _end, self._jobs, thread)  # also before the interpreter ends
 
-    def begin(self, pieces: Iterator[None]) -> _Job:
-        """Enqueue a copy behind the others."""
-        job = _Job(pieces, torch.cuda.current_stream(self._device).record_event())
+    def begin(self, pieces: Iterator[None], behind: torch.cuda.Event) -> _Job:
+        """Enqueue a copy behind the others, and behind that."""
+        job = _Job(pieces, behind)
         self._jobs.put(job)
         return job
 
 
 class _Job:
-    """A copy that was begun. Waits for the steps that were launched before."""
+    """A copy that was begun."""
 
-    def __init__(self, pieces: Iterator[None], launched: torch.cuda.Event) -> None:
-        self.pieces, self.launched = pieces, launched
+    def __init__(self, pieces: Iterator[None], behind: torch.cuda.Event) -> None:
+        self.pieces, self.behind = pieces, behind
         self.end: torch.cuda.Event | None = None  # None: not all of it is enqueued
         self.error: BaseException | None = None
 
@@ -296,7 +323,7 @@ def _enqueue(jobs: SimpleQueue[_Job | None], streams: Sequence[torch.cuda.Stream
     while (job := jobs.get()) is not None:
         try:
             for stream in streams:
-                stream.wait_event(job.launched)
+                stream.wait_event(job.behind)
             with torch.inference_mode():
                 for stream, event, oldest in turns:
                     with torch.cuda.stream(stream):

@@ -28,7 +28,7 @@ from megatron_hybrid.engine.tracked_request import Running
 from megatron_hybrid.engine.transfers import HostTransfers
 from megatron_hybrid.execution.plan import NO_DRAFT, CatchUp, StepDemand, StepPlan, StepResult
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams, TokenLogprob
-from tests.engine.symbolic_copies import SymbolicCopier
+from tests.engine.symbolic_copies import SymbolicCopier, SymbolicMemory
 from tests.engine.symbolic_store import PageView, SlowExecutor, SymbolicStore
 
 VOCAB = 97
@@ -115,12 +115,14 @@ class SymbolicRunner:
         self._emitted: list[list[int]] = [[] for _ in range(context.geometry.max_requests)]
         self._fed: list[list[int]] = [[] for _ in range(context.geometry.max_requests)]  # before
         self.lose_next: BaseException | None = None
-        self._kv: dict[int, int] = {}
-        self._states: dict[int, int] = {0: EMPTY}
+        self.launches = 0  # those before the present one
+        self._kv = SymbolicMemory({}, lambda: self.launches)
+        self._states = SymbolicMemory({0: EMPTY}, lambda: self.launches)
         self.roundings: dict[int, int] = {0: 0}  # by slot: how often what is in it was packed
         # by row and place: of tokens since the states of batch-invariant mode, which lie on a grid
         self._rings: dict[tuple[int, int], int] = {}
-        self._logits: dict[int, int] = {}  # by slot: the hash that the next token comes from
+        # by slot: the hash that the next token comes from
+        self._logits = SymbolicMemory({}, lambda: self.launches)
         self.fail_next = False
         self.plans: list[StepPlan] = []
         self.updates: list[object] = []
@@ -147,6 +149,8 @@ class SymbolicRunner:
         except AssertionError as error:  # the engine survives a failing step, the test must not
             self.wrong = error
             raise
+        finally:
+            self.launches += 1
         launched = SymbolicLaunch(self, result, self.lose_next)
         self.in_flight.append(launched)
         self.lose_next = None
@@ -173,6 +177,7 @@ class SymbolicRunner:
         assert not self.in_flight, "states change under a step"
         for catch_up in catch_ups:
             self._catch_up(catch_up)
+        self.launches += 1
 
     def _catch_up(self, one: CatchUp) -> None:
         """The state of a row whose request has left; the engine knows all that it has written."""
@@ -252,7 +257,8 @@ class SymbolicRunner:
         written: list[list[int]] = []  # tokens by sampled row
         accepted: list[int] = []
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
-        kept_logits = dict(self._logits)  # what is read was stored by an earlier step
+        # what is read was stored by an earlier step
+        kept_logits = {one.logits_slot: self._logits.get(one.logits_slot) for one in plan.resumed}
         for catch_up in plan.catch_ups:
             self._catch_up(catch_up)
         self._move_states(plan)
@@ -289,7 +295,7 @@ class SymbolicRunner:
         for resumed in plan.resumed:
             history = resumed.owner.tokens(0, resumed.owner.num_tokens)
             expected = prefix_hashes(history.tolist())[-1]
-            assert kept_logits.get(resumed.logits_slot) == expected, "wrong logits"
+            assert kept_logits[resumed.logits_slot] == expected, "wrong logits"
             self._check_kv(resumed.row, history)
             written.append([expected % VOCAB])
         slots = [slot for slot, _ in writes]
@@ -396,14 +402,13 @@ class SymbolicRunner:
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         size = self._context.geometry.block_size
-        before = dict(self._kv)
         destinations = [copy.destination for copy in plan.copies]
         assert len(set(destinations)) == len(destinations)
         assert not set(destinations) & {copy.source for copy in plan.copies}
-        for copy in plan.copies:
+        for copy in plan.copies:  # none reads what another one writes
             assert 0 < copy.num_tokens < size and copy.source and copy.destination
             for i in range(copy.num_tokens):
-                self._kv[copy.destination * size + i] = before[copy.source * size + i]
+                self._kv[copy.destination * size + i] = self._kv[copy.source * size + i]
 
     def _is_mapped(self, block: int) -> bool:
         return block in self._context.kv_hash_to_block_id.values()

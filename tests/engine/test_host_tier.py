@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_hybrid.cache.host_tier import Copy
 from megatron_hybrid.engine import transfers
 from megatron_hybrid.engine.transfers import MOST_FETCHES, HostTransfers
 from megatron_hybrid.request import SamplingParams
@@ -336,3 +337,88 @@ def test_nobody_waits_for_writes_who_does_not_need_their_room(
     text = random_tokens(0, 41)
     (event,) = generate(engine, [text + expected_answer(text, 3) + [5]], 1)
     assert event.cached_tokens > 40 and sleeps
+
+
+def copies_of(engine: CheckedEngine, way: str) -> list[tuple[Copy, int]]:
+    """Those in one direction from now on, each with the step in which it was begun."""
+    copier, begun = engine.context.transfers.copier, []
+    plain = getattr(copier, way)
+
+    def noted(copy):
+        begun.append((copy, engine.context.cache.kv.step))
+        return plain(copy)
+
+    setattr(copier, way, noted)
+    return begun
+
+
+def with_chats_in_host_memory_alone(**sizes) -> CheckedEngine:
+    """16 of them; copies are slow from now on."""
+    engine = engine_with(2000, **sizes, max_requests=16)
+    groups_of_chats(engine, 16, 8, 1)
+    while engine.use_idle_time():
+        pass
+    engine.context.cache.store.clear(0)
+    engine.context.transfers.copier.slowest = 40
+    return engine
+
+
+def come_back(engine: CheckedEngine, seeds: range) -> None:
+    for seed in seeds:
+        text = random_tokens(seed, 50)
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        engine.add_request(str(seed), text + expected_answer(text, ANSWER) + [5], params)
+
+
+def test_copies_wait_for_no_step_that_has_nothing_to_do_with_them() -> None:
+    engine = engine_with(2000, num_blocks=120, cached_slots=12, asynchronous=True)
+    written = copies_of(engine, "write")
+    chats(engine, 12, 1)
+    assert all(copy.touched < step for copy, step in written if copy.slot), written
+    engine.context.cache.store.clear(0)
+    fetched = copies_of(engine, "fetch")
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    engine.add_request("runs", [3, 4, 5], params)
+    for _ in range(5):
+        engine.step()
+    come_back(engine, range(1))
+    engine.step()
+    ((copy, step),) = fetched
+    assert copy.touched < step - 1  # the step before is in flight
+    run(engine)
+
+
+@pytest.mark.parametrize("others_run", [False, True])
+def test_few_fetches_are_begun_at_once_while_nobody_runs(others_run: bool) -> None:
+    engine = with_chats_in_host_memory_alone(num_blocks=800, cached_slots=80)
+    if others_run:
+        params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+        engine.add_request("runs", [3, 4, 5], params)
+        engine.step()
+    fetched = copies_of(engine, "fetch")
+    come_back(engine, range(12))
+    engine.step()
+    assert len(fetched) == (12 if others_run else transfers.FETCHES_AT_ONCE)
+    assert all(
+        events[-1].cached_tokens == 53 for name, events in run(engine).items() if name != "runs"
+    )
+
+
+def test_who_waits_for_room_is_not_looked_up_in_every_step() -> None:
+    engine = with_chats_in_host_memory_alone(num_blocks=200, cached_slots=40)
+    come_back(engine, range(12))
+    engine.step()
+    plain, looked_up = engine.context.match, []
+
+    def noted(request):
+        looked_up.append(request)
+        return plain(request)
+
+    engine.context.match = noted  # type: ignore[method-assign]
+    engine.step()
+    assert len(engine.context.transfers._fetches) < 12 == engine.num_waiting
+    for _ in range(3):
+        del looked_up[:]
+        engine.step()
+        assert len(looked_up) == 1
+    assert all(events[-1].cached_tokens == 53 for events in run(engine).values())

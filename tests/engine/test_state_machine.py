@@ -253,7 +253,7 @@ class EngineMachine(RuleBasedStateMachine):
             elif reason is FinishReason.ABORT:
                 assert key in self.aborted
         transfers = self.engine.context.transfers
-        for _ in range(8):  # what is under way comes to its end
+        for _ in range(100):  # what is under way comes to its end
             transfers.begin_step(10**6)
         use = self.engine.context.cache.occupancy()
         assert use.kv_used == 0 and use.state_used == 0, "something leaked"

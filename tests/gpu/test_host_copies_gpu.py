@@ -137,3 +137,27 @@ def test_chats_that_were_in_host_memory_go_on_with_the_same_bits(
                 texts[chat + i] += output.token_ids + known.text[chat : chat + 3]
     assert sum(found) > number, found
     assert transfers.tier.counts["tier_fetches"] > number
+
+
+def test_a_copy_waits_for_the_steps_that_may_touch_it_and_no_other() -> None:
+    caches = allocate_caches(
+        {1: KVSpec(4, 128, torch.bfloat16)}, {0: STATE}, BLOCKS, SIZE, SLOTS, torch.device("cuda"),
+        1000,
+    )  # fmt: skip
+    copier = CudaHostCopier(caches, 150, PageParts.of(caches, HostForm()).page_bytes(3))
+    copy = Copy(list(range(1, 9)), list(range(1, 9)), 1, [130, 7, 9])
+    for begin in (copier.write, copier.fetch):  # what they need is made
+        wait(begin(copy))
+    copier.begin_step(1)
+    torch.cuda._sleep(2 * 10**9)  # a second; of step 1
+    computed = torch.cuda.current_stream().record_event()
+    copier.begin_step(2)
+    for begin in (copier.write, copier.fetch):
+        wait(begin(copy._replace(touched=0)))
+    assert not computed.query()
+    waiting = [begin(copy._replace(touched=1)) for begin in (copier.write, copier.fetch)]
+    waiting.append(copier.write(copy))
+    assert not any(job.is_done() for job in waiting)
+    for job in waiting:
+        wait(job)
+        assert computed.query()

@@ -19,6 +19,9 @@ class _Copies:
     def write(self, copy: Copy) -> _Copies:
         return self
 
+    def begin_step(self, step: int) -> None:
+        pass
+
     def fetch(self, copy: Copy) -> _Copies:
         return self
 
