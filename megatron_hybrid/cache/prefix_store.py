@@ -105,10 +105,12 @@ class PrefixStore:
             full = len(blocks)
         skip, state, tail_block = 0, None, DUMMY_BLOCK
         tails = self.kv.tails
-        needs_state = self.geometry.has_recurrent
+        needs_state, states = self.geometry.has_recurrent, self.states.mamba_hash_to_slot_id
         last = length if most is None else min(most, length)
         within = keys.blocks[: min(full, last // size)]
         for end, key in tails.fills.ends(keys.root, within, size, keys.at, last):
+            if needs_state and key not in states:  # as at most of them
+                continue
             tail = tails.get(key)
             if tail is None and end % size:
                 continue

@@ -31,7 +31,7 @@ from megatron_hybrid.layers.inputs import LayerCaches
 
 PIECE_BYTES = 32 * 2**20  # gathered at a time; two of them in each direction
 PIECES_AHEAD = 2  # enqueued and not done, beside the next one: they take memory
-SWITCH_SECONDS = 2e-4  # for which a thread keeps Python's lock that another one waits for
+SWITCH_SECONDS = 1e-4  # for which a thread keeps Python's lock that another one waits for
 _END = object()
 
 
