@@ -35,7 +35,7 @@ from megatron_hybrid.errors import StatePoolExhausted
 NAME = "host"  # in figures
 LOOKED_AT = 32  # states that were published, at most, to find one to write
 MOST_PENDING = 65_536  # published ones that are remembered
-ANY_STEP = 2**62  # so far
+ANY_STEP = 2**62  # of those that are launched
 
 
 class Copy(NamedTuple):
@@ -240,11 +240,9 @@ class HostTier(Tier):
                 device.release_blocks(blocks)
                 return None
         own = device.allocate_blocks(len(copied))
-        touched = max((device.kv.touched[block] for block in own), default=0)
-        if device.geometry.packs_states:  # they are moved by later steps than they are cached in
-            touched = ANY_STEP
-        elif state is not None:
-            touched = max(touched, device.states.touched[slot])
+        touched = [device.kv.touched[block] for block in own]
+        if state is not None:
+            touched.append(device.states.touched[slot])
         pages = self._path(found)
         self.host.kv.acquire(pages)
         state_pages: list[int] = []
@@ -254,7 +252,7 @@ class HostTier(Tier):
         return Move(
             keys,
             found.skip,
-            Copy(own, copied, slot, state_pages, touched),
+            Copy(own, copied, slot, state_pages, max(touched, default=0)),
             blocks + own,
             first,
             slot,
@@ -369,8 +367,7 @@ class HostTier(Tier):
         if state is not None:
             device_slot = state.slot
             device.states.pin(device_slot)
-            if device.geometry.has_recurrent and not device.geometry.packs_states:
-                # its KV was there before
+            if device.geometry.has_recurrent:  # its KV was there before
                 touched = device.states.touched[device_slot]
         device.kv.acquire(table)
         self._writing.add(_key(keys, position, state))

@@ -61,7 +61,7 @@ class HybridCache:
         self.store = PrefixStore(geometry, queue, keeps_idle=self._keeps_idle)
         self.kv, self.states = self.store.kv, self.store.states
         self.tier: Tier = NO_TIER  # what is told of all that others may find
-        self.packing = Packing(geometry)
+        self.packing = Packing(geometry, self.states)
         self.checkpoints_published: Counter[str] = Counter()
         self.checkpoints_read: Counter[str] = Counter()
         self.checkpoints_skipped = 0

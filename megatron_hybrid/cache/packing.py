@@ -15,14 +15,15 @@ from __future__ import annotations
 
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.lease import StateMove, StepCheckpoint
-from megatron_hybrid.cache.state_pool import NULL_SLOT, FreeSlots
+from megatron_hybrid.cache.state_pool import NULL_SLOT, FreeSlots, StatePool
 from megatron_hybrid.errors import StatePoolExhausted
 
 
 class Packing:
     """Of one engine; where nothing is packed it has nothing to do."""
 
-    def __init__(self, geometry: CacheGeometry) -> None:
+    def __init__(self, geometry: CacheGeometry, states: StatePool) -> None:
+        self._states = states
         num_live = geometry.max_requests
         self._free = FreeSlots(num_live + 1, num_live + geometry.num_staged_slots)
         self._published: list[int] = []  # staged ones that wait
@@ -72,5 +73,6 @@ class Packing:
     def take(self) -> list[StateMove]:
         """What is packed before the step that was planned."""
         moves = [StateMove(source, slot) for slot, source in self._pending.items()]
+        self._states.touch(self._pending)
         self._pending.clear()
         return moves

@@ -34,7 +34,7 @@ MOST_WRITES = 16
 # A fetch is begun while those under way take less than one part in so many of the device's blocks
 # and states: who has no room beside them would compute what the host has.
 FETCHED_PART = 4
-# Begun in one step while nobody runs: the sooner is computed what comes first.
+# Begun in one step while nobody runs: more would hold up the step that computes the first of them.
 FETCHES_AT_ONCE = 4
 WAIT_SECONDS = 5e-4  # between two looks for what is fetched
 LOOKS = 8  # in one step: threads need the time, too

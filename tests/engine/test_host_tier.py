@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 
 from megatron_hybrid.cache.host_tier import Copy
@@ -50,6 +52,38 @@ def chats(engine: CheckedEngine, number: int, turns: int) -> list[list[int]]:
     return skipped
 
 
+class Begun(NamedTuple):
+    way: str  # "write" or "fetch"
+    copy: Copy
+    step: int
+
+    @property
+    def sizes(self) -> tuple[str, int, int]:
+        """Blocks, and pages of a state."""
+        return self.way, len(self.copy.blocks), len(self.copy.state_pages)
+
+
+def copies_of(engine: CheckedEngine, *ways: str) -> list[Begun]:
+    """Those from now on."""
+    copier, begun = engine.context.transfers.copier, []
+    for way in ways:
+        plain = getattr(copier, way)
+
+        def noted(copy, way=way, plain=plain):
+            begun.append(Begun(way, copy, engine.context.cache.kv.step))
+            return plain(copy)
+
+        setattr(copier, way, noted)
+    return begun
+
+
+def come_back(engine: CheckedEngine, seeds: range) -> None:
+    for seed in seeds:
+        text = random_tokens(seed, 50)
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        engine.add_request(str(seed), text + expected_answer(text, ANSWER) + [5], params)
+
+
 @A_THIRD
 @pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("slowest", [1, 3])
@@ -71,29 +105,22 @@ def test_chats_that_the_device_has_no_room_for_go_on_from_host_memory(
 def test_only_what_is_missing_moves() -> None:
     """Of a conversation that went on, on the device: its new state and KV."""
     engine = engine_with(num_blocks=60, cached_slots=4)
-    copies: list[tuple[str, int, int]] = []
-    copier = engine.context.transfers.copier
-    for way in ("write", "fetch"):
-        plain = getattr(copier, way)
-
-        def noted(copy, way=way, plain=plain):
-            copies.append((way, len(copy.blocks), len(copy.state_pages)))
-            return plain(copy)
-
-        setattr(copier, way, noted)
+    copies = copies_of(engine, "write", "fetch")
     text = random_tokens(1, 41)
     generate(engine, [text], ANSWER)  # 44 tokens are fed: 11 blocks
     generate(engine, [random_tokens(9, 9)], 1)
-    assert copies == 2 * [("write", 11, 3)]  # the prompt's end and the answer's, at once
+    # the prompt's end and the answer's, at once
+    assert [one.sizes for one in copies] == 2 * [("write", 11, 3)]
     text += expected_answer(text, ANSWER) + [7] * 11
     generate(engine, [text], ANSWER)  # 59 tokens: 4 blocks more, the last one in part
     generate(engine, [random_tokens(8, 9)], 1)
-    assert ("write", 4, 3) in copies and not any(way == "fetch" for way, *_ in copies)
+    assert ("write", 4, 3) in [one.sizes for one in copies]
+    assert not any(one.way == "fetch" for one in copies)
     del copies[:]
     engine.context.cache.store.clear(0)  # the device alone
     (event,) = generate(engine, [text + expected_answer(text, ANSWER) + [1]], 1)
     assert event.cached_tokens == 59
-    assert copies[0] == ("fetch", 15, 3)
+    assert copies[0].sizes == ("fetch", 15, 3)
 
 
 def test_being_fetched_and_read_is_one_use() -> None:
@@ -237,10 +264,7 @@ def test_fetches_take_a_part_of_the_device_at_a_time() -> None:
     groups_of_chats(engine, 16, 8, 1)
     engine.context.cache.store.clear(0)  # the device alone
     fetches, most = engine.context.transfers._fetches, 0
-    for seed in range(16):
-        text = random_tokens(seed, 50)
-        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        engine.add_request(str(seed), text + expected_answer(text, ANSWER) + [5], params)
+    come_back(engine, range(16))
     while engine.has_work():
         engine.step()
         most = max(most, sum(len(one.fetch.copy.blocks) for one in fetches.values()))
@@ -253,17 +277,11 @@ def test_kv_of_a_prompt_that_others_wait_for_is_written_while_the_rest_is_comput
 ) -> None:
     engine = engine_with(num_blocks=80, max_tokens=16, **KINDS[kind])
     engine.context.transfers.handover_address = "here"
-    copier, written = engine.context.transfers.copier, []
-    plain = copier.write
-
-    def noted(copy):
-        written.append((len(copy.blocks), bool(copy.slot)))
-        return plain(copy)
-
-    copier.write = noted
+    begun = copies_of(engine, "write")
     text = random_tokens(1, 61)
     generate(engine, [text], 1)
     generate(engine, [random_tokens(9, 9)], 1)
+    written = [(len(one.copy.blocks), bool(one.copy.slot)) for one in begun]
     ahead = [blocks for blocks, has_state in written if not has_state]
     if kind in ("hybrid", "packed"):
         assert len(ahead) >= 2 and sum(ahead) >= 8
@@ -339,19 +357,6 @@ def test_nobody_waits_for_writes_who_does_not_need_their_room(
     assert event.cached_tokens > 40 and sleeps
 
 
-def copies_of(engine: CheckedEngine, way: str) -> list[tuple[Copy, int]]:
-    """Those in one direction from now on, each with the step in which it was begun."""
-    copier, begun = engine.context.transfers.copier, []
-    plain = getattr(copier, way)
-
-    def noted(copy):
-        begun.append((copy, engine.context.cache.kv.step))
-        return plain(copy)
-
-    setattr(copier, way, noted)
-    return begun
-
-
 def with_chats_in_host_memory_alone(**sizes) -> CheckedEngine:
     """16 of them; copies are slow from now on."""
     engine = engine_with(2000, **sizes, max_requests=16)
@@ -363,18 +368,11 @@ def with_chats_in_host_memory_alone(**sizes) -> CheckedEngine:
     return engine
 
 
-def come_back(engine: CheckedEngine, seeds: range) -> None:
-    for seed in seeds:
-        text = random_tokens(seed, 50)
-        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        engine.add_request(str(seed), text + expected_answer(text, ANSWER) + [5], params)
-
-
 def test_copies_wait_for_no_step_that_has_nothing_to_do_with_them() -> None:
     engine = engine_with(2000, num_blocks=120, cached_slots=12, asynchronous=True)
     written = copies_of(engine, "write")
     chats(engine, 12, 1)
-    assert all(copy.touched < step for copy, step in written if copy.slot), written
+    assert all(one.copy.touched < one.step for one in written if one.copy.slot), written
     engine.context.cache.store.clear(0)
     fetched = copies_of(engine, "fetch")
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
@@ -383,8 +381,8 @@ def test_copies_wait_for_no_step_that_has_nothing_to_do_with_them() -> None:
         engine.step()
     come_back(engine, range(1))
     engine.step()
-    ((copy, step),) = fetched
-    assert copy.touched < step - 1  # the step before is in flight
+    (one,) = fetched
+    assert one.copy.touched < one.step - 1  # the step before is in flight
     run(engine)
 
 
