@@ -68,6 +68,7 @@ class ResponseAnswers(Answers):
         self._done: list[Chunk] = []  # items
         self._growing: _Growing | None = None
         self._tokens = 0  # whose log-probabilities were seen
+        self._unsaid: list[Any] = []  # log-probabilities that wait for their text
         self._finish_reason: str | None = None
         start_chat(serving, prepared.chat, generation)
 
@@ -84,15 +85,15 @@ class ResponseAnswers(Answers):
 
     def events(self, delta: Delta) -> bytes:
         events = b""
-        logprobs = self._logprobs_of_text(delta)
+        self._unsaid += self._logprobs_of_text(delta)
         if delta.reasoning:
             events += self._grow("reasoning", delta.reasoning)
         for said in delta.in_order or [delta.text]:
             if isinstance(said, Call):
                 events += self._finish(_COMPLETED) + self._call(said)
             elif said:
-                events += self._grow("message", said, logprobs)
-                logprobs = []
+                events += self._grow("message", said, self._unsaid)
+                self._unsaid = []
         self._finish_reason = delta.finish_reason
         return events
 

@@ -168,6 +168,17 @@ def test_a_stream_has_openais_events_in_their_order_and_ends_with_the_whole_resp
         assert event["response"]["status"] == "in_progress" and not event["response"]["output"]
 
 
+def test_log_probabilities_of_what_is_not_shown_wait_for_text(serve: Serve) -> None:
+    """White space behind the thoughts comes in one event with their end, or in the next one."""
+    template, text, more, _ = SCENES["log-probabilities after thoughts"]
+    server = serve(template, text)
+    whole = server.ask(**more)["output"][-1]
+    count = server.ask(**more)["usage"]["output_tokens_details"]["reasoning_tokens"]
+    for server.engine.burst in range(count - 1, count + 4):
+        last = server.stream(**more)[-1]["response"]["output"][-1]
+        assert last["content"] == whole["content"]
+
+
 @pytest.mark.parametrize("scene", ["everything", "log-probabilities", "cut in its text"])
 def test_responses_and_events_are_as_the_server_describes_them(serve: Serve, scene: str) -> None:
     jsonschema = pytest.importorskip("jsonschema_rs")
