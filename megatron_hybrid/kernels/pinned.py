@@ -6,6 +6,10 @@ ones for milliseconds.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,6 +25,26 @@ def as_on_device(host: Tensor) -> Tensor:
 def copy_by_kernel(target: Tensor, source: Tensor) -> None:
     """int32, of one size, either of which may be pinned memory."""
     torch.bitwise_or(source, 0, out=target)
+
+
+class PinnedNumbers:
+    """For some arrays at a time: whoever uses it waits until a GPU has read the last ones."""
+
+    def __init__(self) -> None:
+        self._host = torch.empty(0, dtype=torch.int32)
+        self._there = self._host
+
+    def hold(self, *parts: npt.NDArray[np.integer[Any]]) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The arrays [n] as the host sees them, and all of them, one behind the other, as a GPU
+        does."""
+        sizes = [len(part) for part in parts]
+        count = sum(sizes)
+        if count > len(self._host):
+            self._host = torch.empty(2 * count, dtype=torch.int32, pin_memory=True)
+            self._there = as_on_device(self._host)
+        host = self._host[:count]
+        np.concatenate(parts, out=host.numpy())
+        return host.split(sizes), self._there[:count]
 
 
 class _PinnedWords:

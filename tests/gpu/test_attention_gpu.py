@@ -385,6 +385,62 @@ def test_flashinfer_captures_as_many_tokens_as_it_says(shape: AttentionShape) ->
         capture(attention, shape, padded(empty, GraphSize(0, 2 * tokens, 16)), cache)
 
 
+class Copying:
+    """Gigabytes go from the host to the device, until the end."""
+
+    def __init__(self) -> None:
+        host = torch.empty(2**31, dtype=torch.uint8, pin_memory=True)
+        here = torch.empty_like(host, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for part in zip(here.split(2**24), host.split(2**24), strict=True):
+                part[0].copy_(part[1], non_blocking=True)
+            self._end = torch.cuda.current_stream().record_event()
+
+    def is_over(self) -> bool:
+        return self._end.query()
+
+
+TOGETHER: Lengths = [*[(1, 70 * i) for i in range(1, 13)], (300, 2000), (64, 64), (100, 900)]
+
+
+@pytest.mark.parametrize("decodes", [12, 0])
+def test_prompts_do_not_wait_for_copies_of_others(forced: Forced, decodes: int) -> None:
+    """The copy engines move KV and states, and a plan must come without them."""
+    shape = attention_shape(32, 8, 128, 64, BF16)
+    need_a_choice(shape)
+    attention = forced.attention
+    step = attention_step(TOGETHER[12 - decodes :], shape, decodes=decodes, device="cuda")
+    for turn in range(4):  # the first two are planned with copies
+        torch.cuda.synchronize()
+        copying = Copying() if turn > 1 else None
+        plan = attention.plan(step.paged, shape)
+        attention.append(step.key, step.value, step.cache, plan)
+        found = attention.attend(step.query, step.cache, plan)
+        torch.cuda.current_stream().synchronize()
+        assert copying is None or not copying.is_over()
+        torch.testing.assert_close(found.double(), step.expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("decodes", [12, 0])
+def test_graphs_of_prompts_do_not_wait_for_copies_of_others(decodes: int) -> None:
+    shape, size = attention_shape(32, 8, 128, 64, BF16), GraphSize(decodes, 512, 4)
+    attention = make("flashinfer")
+    cache = poisoned_cache(shape, 300, "cuda")
+    static, graph, out = capture(attention, shape, padded(nothing(shape, cache), size), cache)
+    step = attention_step(TOGETHER[12 - decodes :], shape, decodes=decodes, device="cuda")
+    cache.key[: len(step.cache.key)] = step.cache.key
+    cache.value[: len(step.cache.value)] = step.cache.value
+    update(static, padded(step, size))
+    copying = Copying()
+    attention.plan(static.paged, shape)
+    graph.replay()
+    torch.cuda.current_stream().synchronize()
+    assert not copying.is_over()
+    found = out[: len(step.expected)].double()
+    torch.testing.assert_close(found, step.expected, atol=2e-2, rtol=2e-2)
+
+
 def capture(
     attention: Any, shape: AttentionShape, step: AttentionStep, cache: KVCache
 ) -> tuple[AttentionStep, torch.cuda.CUDAGraph, torch.Tensor]:

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.paged_attention.replanning import PlanCall
+from megatron_hybrid.kernels.paged_attention.replanning import (
+    _UNWRITTEN,
+    Aside,
+    PlanCall,
+    _end_of_what_was_written,
+)
 
 BLOCK = 4
 
@@ -99,3 +105,21 @@ def test_a_wrapper_keeps_its_module_when_a_plan_fails() -> None:
     with pytest.raises(RuntimeError, match="no room"):
         PlanCall.watch(wrapper, fail, ints(0, 1), ints(1))
     assert wrapper._cached_module is module
+
+
+def test_a_wrapper_without_a_gpu_plans_as_it_does() -> None:
+    wrapper = Wrapper()
+    Aside(wrapper).plan(lambda: wrapper.plan(ints(0, 2, 3), ints(1, 3)), {})
+    assert wrapper._plan_info == "plan 1"
+
+
+def test_as_much_is_brought_as_any_plan_has_written() -> None:
+    numbers = np.full(1000, _UNWRITTEN, dtype=np.int32)
+    known = 0
+    for written, window in ((300, 1000), (100, 8), (301, 8), (300, 8), (700, 8)):
+        numbers[:written] = 0
+        numbers[10:13] = _UNWRITTEN  # between two arrays
+        known = _end_of_what_was_written(numbers, known, window)
+        assert known == max(300, written) or (written, known) == (300, 301)
+    numbers[:] = 0
+    assert _end_of_what_was_written(numbers, known, 8) == 1000

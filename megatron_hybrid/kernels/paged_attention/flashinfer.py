@@ -3,8 +3,8 @@
 Decodes run on the tensor-core decode wrapper, which splits long KV over programs; prompts on a
 prefill wrapper: on Hopper on the one that `prompts.choose` finds the fastest for the step, else on
 FlashAttention 2. They are planned once a step, from the host arrays, for every layer: a plan is a
-schedule that goes to the device from the wrapper's own pinned buffer, so a step's plan is made only
-when the copies of the step before have been executed.
+schedule that goes to the device from the wrapper's own pinned buffer (replanning.py), so a step's
+plan is made only when the copies of the step before have been executed.
 
 The fastest one for long prompts wants their keys and values in one piece. They are gathered layer
 by layer into the workspace, which has nothing to keep from one kernel to the next; where they don't
@@ -45,13 +45,14 @@ from megatron_hybrid.kernels.contract import (
 from megatron_hybrid.kernels.devices import processors
 from megatron_hybrid.kernels.paged_attention import prompts, reference
 from megatron_hybrid.kernels.paged_attention.prompts import GatheredLayout, PromptKernel
-from megatron_hybrid.kernels.paged_attention.replanning import PlanCall
+from megatron_hybrid.kernels.paged_attention.replanning import Aside, PlanCall
 from megatron_hybrid.kernels.paged_attention.triton import (
     TritonAttention,
     TritonPlan,
     gather_kv,
     store_kv,
 )
+from megatron_hybrid.kernels.pinned import PinnedNumbers, copy_by_kernel
 
 _HEAD_DIMS = (64, 128, 256)
 # Up to so many sequences decodes with keys and values in 16 bits are our kernel's: of one it takes
@@ -63,6 +64,7 @@ _MOST_OWN = 8
 _GRAPH_SCHEDULE_BYTES = 1 << 20
 # Decodes, sequences, tokens, and where their tables lie: one graph's, of one engine.
 _Graph = tuple[int, int, int, int, int]
+_QUERIES = "_qo_indptr_buf"  # where a wrapper has their bounds
 # With the arguments of prompts.choose.
 Choice = Callable[[Ints, Ints, AttentionShape, int, int], PromptKernel]
 
@@ -233,10 +235,12 @@ class _Wrappers:
         self._choose = choose
         kernels = PromptKernel if choose else (PromptKernel.FA2,)
         # All at once: each of them allocates memory, which a step would wait for.
-        self._prefill: dict[_Graph | PromptKernel, Any] = {
-            kernel: _new_prefill_wrapper(workspace, kernel) for kernel in kernels
+        self._prefill: dict[_Graph | PromptKernel, Aside] = {
+            kernel: Aside(_new_prefill_wrapper(workspace, kernel)) for kernel in kernels
         }
+        self._figures = PinnedNumbers()  # of a plan for prompts
         self._decode: dict[_Graph | None, Any] = {}  # None: outside of graphs
+        self._decodes: Aside | None = None  # outside of graphs
         # of graphs' decodes; None: it can't be made again
         self._calls: dict[_Graph | None, PlanCall | None] = {}
 
@@ -267,27 +271,30 @@ class _Wrappers:
             **self._options,
             global_override_indptr_cpu=indptr,
         )
-        if paged.static and graph not in self._calls:
+        if not paged.static:
+            if self._decodes is None:
+                self._decodes = Aside(wrapper)
+            queries = torch.arange(count + 1, dtype=torch.int32, device=paged.kv_indptr.device)
+            self._decodes.plan(plan, {_QUERIES: queries, **_tables(paged, 0, count)})
+        elif graph not in self._calls:
             self._calls[graph] = PlanCall.watch(wrapper, plan, indptr, kv_length)
         else:
             plan()
-        if not paged.static:
-            # It keeps the host array that it was given instead of reading the device's.
-            wrapper._paged_kv_last_page_len_buf = paged.last_block_length[:count]
         return wrapper
 
     def plan_prefills(self, paged: PagedSequences) -> _PromptsInBlocks | _GatheredPrompts:
         """For the sequences after the decodes."""
         kernel = self._kernel_for(paged)
         place = _graph_of(paged) or kernel
-        wrapper = self._prefill.get(place)
-        if wrapper is None:  # a graph's
-            wrapper = self._prefill[place] = self._new_graph_wrapper(paged)
+        prefill = self._prefill.get(place)
+        if prefill is None:  # a graph's
+            prefill = self._prefill[place] = Aside(self._new_graph_wrapper(paged))
         gathers = kernel is PromptKernel.GATHERED
         plan = self._plan_gathered if gathers else self._plan_in_blocks
-        planned: _PromptsInBlocks | _GatheredPrompts = plan(wrapper, paged)
+        planned: _PromptsInBlocks | _GatheredPrompts = plan(prefill, paged)
         # run() compares with it: padding is run, too
-        wrapper._qo_indptr_last = len(paged.kv_slot) - int(paged.host.cu_seqlens[paged.num_decodes])
+        first = int(paged.host.cu_seqlens[paged.num_decodes])
+        prefill.wrapper._qo_indptr_last = len(paged.kv_slot) - first
         return planned
 
     def _kernel_for(self, paged: PagedSequences) -> PromptKernel:
@@ -298,37 +305,49 @@ class _Wrappers:
         count = processors(workspace.device)
         return self._choose(queries, keys, self._shape, count, workspace.numel())
 
-    def _plan_in_blocks(self, wrapper: Any, paged: PagedSequences) -> _PromptsInBlocks:
-        host, first = paged.host, paged.num_decodes
+    def _plan_in_blocks(self, prefill: Aside, paged: PagedSequences) -> _PromptsInBlocks:
+        host, first, wrapper = paged.host, paged.num_decodes, prefill.wrapper
         # The blocks keep their places in kv_indices, the queries are counted from the first one.
         query_indptr = host.cu_seqlens[first:] - host.cu_seqlens[first]
         tokens = len(paged.kv_slot) - int(host.cu_seqlens[first])
         longest = tokens if paged.static else int(np.diff(query_indptr).max())
-        wrapper.plan(
-            _pinned(query_indptr),
-            _pinned(host.kv_indptr[first:]),
-            # a graph's wrapper has them already, and would copy them onto themselves
+        tables = (t[first:] for t in (host.kv_indptr, host.last_block_length, host.kv_length))
+        (queries, kv_indptr, last_length, kv_length), _ = self._figures.hold(query_indptr, *tables)
+        bounds, on_device = paged.cu_seqlens[first:], _tables(paged, first, None)
+        if paged.static:  # it has the tables already
+            on_device = {name: getattr(wrapper, name) for name in on_device}
+            on_device[_QUERIES] = torch.sub(bounds, bounds[0], out=wrapper._qo_indptr_buf)
+        else:
+            on_device[_QUERIES] = bounds - bounds[0]
+        plan = partial(
+            wrapper.plan,
+            queries,
+            kv_indptr,
             paged.kv_indices[:0] if paged.static else paged.kv_indices,
-            _pinned(host.last_block_length[first:]),
+            last_length,
             *self._heads,
             self._shape.block_size,
             causal=True,
             **self._options,
-            seq_lens=_pinned(host.kv_length[first:]),
+            seq_lens=kv_length,
             max_token_per_sequence=longest,
         )
+        prefill.plan(plan, on_device)
         return _PromptsInBlocks(wrapper)
 
-    def _plan_gathered(self, wrapper: Any, paged: PagedSequences) -> _GatheredPrompts:
-        shape = self._shape
+    def _plan_gathered(self, prefill: Aside, paged: PagedSequences) -> _GatheredPrompts:
+        shape, wrapper = self._shape, prefill.wrapper
         layout = GatheredLayout.of(paged.host, paged.num_decodes)
-        figures = _pinned(np.concatenate(layout))
-        query_indptr, kv_indptr, *tiles = figures.split([len(part) for part in layout])
-        wrapper.plan(query_indptr, kv_indptr, *self._heads, causal=True, **self._options)
+        (query_indptr, kv_indptr, *_), there = self._figures.hold(*layout)
+        here = torch.empty_like(there)
+        copy_by_kernel(here, there)
+        queries, keys, sequence, position = here.split([len(part) for part in layout])
+        plan = partial(wrapper.plan, query_indptr, kv_indptr, *self._heads, causal=True)
+        names = _QUERIES, "_kv_indptr_buf", "_o_indptr_buf", "_v_indptr_buf"
+        on_device = dict(zip(names, (queries, keys, queries, keys), strict=True))
+        prefill.plan(partial(plan, **self._options), on_device)
         kv = self._workspace[: layout.rows * prompts.bytes_of_a_row(shape)].view(shape.kv_dtype)
         key, value = kv.view(2, layout.rows, shape.kv_heads, shape.head_dim)
-        device = self._workspace.device
-        sequence, position = (part.to(device, non_blocking=True) for part in tiles)
         return _GatheredPrompts(wrapper, key, value, sequence, position, paged)
 
     def _new_graph_wrapper(self, paged: PagedSequences) -> Any:
@@ -383,6 +402,15 @@ def _new_prefill_wrapper(workspace: Tensor, kernel: PromptKernel) -> Any:
     return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
 
 
+def _tables(paged: PagedSequences, first: int, end: int | None) -> dict[str, Tensor]:
+    """Of these sequences, by the names that wrappers have for them."""
+    return {
+        "_paged_kv_indptr_buf": paged.kv_indptr[first : None if end is None else end + 1],
+        "_paged_kv_indices_buf": paged.kv_indices,
+        "_paged_kv_last_page_len_buf": paged.last_block_length[first:end],
+    }
+
+
 def _decodes_of(paged: PagedSequences) -> PagedSequences:
     """The first sequences, without the prompts behind them."""
     count, host = paged.num_decodes, paged.host
@@ -420,8 +448,3 @@ def _has_kernels(backend: str, shape: AttentionShape) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _pinned(values: Ints) -> Tensor:
-    # from pageable memory a copy may wait for the device
-    return torch.from_numpy(np.ascontiguousarray(values)).pin_memory()
