@@ -313,10 +313,9 @@ class HostTransfers(Transfers):
             self._writes.append((write, self.copier.write(write.copy)))
 
     def write_ahead(self, lease: Lease) -> None:
-        geometry, blocks = self._cache.geometry, lease.num_published
-        is_wanted = self.handover_address and geometry.has_recurrent and blocks
-        if is_wanted and self._cache.publishes(lease):
-            self.tier.was_published(lease.keys, blocks * geometry.block_size, None)
+        position = lease.num_published * self._cache.geometry.block_size
+        if self.handover_address and position and self._cache.publishes(lease):
+            self.tier.was_published(lease.keys, position, None)
 
     def must_wait(self, request: TrackedRequest, match: PrefixMatch, num_running: int) -> bool:
         if self._may_begin is None:
