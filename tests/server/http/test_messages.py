@@ -291,7 +291,7 @@ def test_cutting_a_stream_at_any_byte_frees_its_request(
         response = http.post(MESSAGES, json=body, buffered=False)
         stream = iter(response.iter_encoded())
         for _ in range(taken):
-            next(stream)
+            next(stream, None)  # on a busy machine events come together, in fewer pieces
         response.close()
         wait_until(lambda: not engine.has_work())
     for _ in range(serving.options.connections_a_worker):
