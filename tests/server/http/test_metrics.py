@@ -211,7 +211,10 @@ def test_requests_over_http_are_counted_by_the_engine(http: FlaskClient) -> None
     assert value(page["inter_token_latency_seconds"], "_count") == 4
 
 
-def test_an_answer_that_a_stop_string_ends_counts_as_stopped(http: FlaskClient) -> None:
+def test_an_answer_that_a_stop_string_ends_counts_as_stopped(
+    engine: FakeEngine, http: FlaskClient
+) -> None:
+    engine.step_seconds = 0.02  # else it may have said all 100 before it hears of the stop
     answer = http.post(COMPLETION, json={**HELLO, "stop": "l", "max_tokens": 100})
     assert answer.get_json()["choices"][0]["finish_reason"] == "stop"
     deadline = time.monotonic() + 10
