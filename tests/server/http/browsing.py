@@ -85,7 +85,7 @@ class Visit:
 
     def _hear(self, message: Any) -> None:
         if message.type in ("error", "warning"):
-            self.errors.append(message.text)
+            self.errors.append(f"{message.text} {message.location['url']}")
 
     def open(self, url: str) -> None:
         """Go there, and wait until the figures have come."""
