@@ -252,7 +252,7 @@ class _Wrappers:
         kv_length = torch.from_numpy(paged.host.kv_length[:count])
         if (call := self._calls.get(graph)) is not None:
             call.again(indptr, kv_length)
-            return call.wrapper
+            return call.aside.wrapper
         wrapper = self._decode.get(graph)
         last_length = torch.from_numpy(paged.host.last_block_length[:count])
         sizes = *self._heads, self._shape.block_size

@@ -25,11 +25,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.pinned import WORD, as_on_device, copy_by_kernel
+from megatron_hybrid.kernels.pinned import as_on_device, copy_by_kernel
 
-# What the schedule's memory holds before a plan, to see what the plan writes.
-_PATTERNS = 0x55, 0xAA
-_UNWRITTEN = int.from_bytes(4 * _PATTERNS[:1])  # no number of a schedule: it would be of 1e9 rows
+# What the schedule's memory holds before a plan, to see what the plan writes: no number of a
+# schedule, which would be of 1e9 rows.
+_UNWRITTEN = 0x55555555
 # Words without a gap in which a plan writes none: its arrays lie side by side.
 _WINDOW = 1 << 12
 # On the device, written by plans, and read by none of the kernels that are used here.
@@ -45,12 +45,11 @@ class Aside:
 
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
-        self._names: set[str] = set()  # of its attributes; before the first plan none
-        self._words = 0  # of the schedule, at most
+        self._words = 0  # of the schedule, at most; before the first plan none
         self._is_known = hasattr(wrapper, "is_cuda_graph_enabled") and _has_schedule(wrapper)
         if self._is_known:
-            pinned = wrapper._pin_memory_int_workspace_buffer.fill_(_PATTERNS[0])
-            self._pinned, self._numbers = as_on_device(pinned), pinned.view(torch.int32).numpy()
+            words = wrapper._pin_memory_int_workspace_buffer.view(torch.int32).fill_(_UNWRITTEN)
+            self._pinned, self._numbers = as_on_device(words), words.numpy()
 
     def plan(self, plan: Callable[[], object], on_device: Mapping[str, Tensor]) -> None:
         """`plan` the wrapper. on_device: what it brings there besides the schedule, by the names of
@@ -71,15 +70,14 @@ class Aside:
                     vars(wrapper).update({n: torch.empty_like(t) for n, t in on_device.items()})
                 plan()
             after = vars(wrapper)
-            if not self._names and not _are_all(on_device.keys(), before, after):
+            if not self._words and not _are_all(on_device.keys(), before, after):
                 return False
         finally:
             wrapper._int_workspace_buffer = schedule
             if wrapper.is_cuda_graph_enabled:
                 vars(wrapper).update({name: before[name] for name in on_device})
-        window = _WINDOW if self._names else len(self._numbers)
+        window = _WINDOW if self._words else len(self._numbers)
         self._words = _end_of_what_was_written(self._numbers, self._words, window)
-        self._names = set(on_device)
         vars(wrapper).update(on_device)
         target = schedule.view(torch.int32)
         copy_by_kernel(target[: self._words], self._pinned[: self._words])
@@ -88,21 +86,21 @@ class Aside:
 
 @dataclass(frozen=True, slots=True)
 class PlanCall:
-    """The call of a module that planned a wrapper."""
+    """The call of a module that planned a CUDA graph's wrapper."""
 
-    wrapper: Any
+    aside: Aside
     arguments: tuple[Any, ...]
     indptr: int  # its place among them
     kv_length: int
-    schedule: Schedule | None  # None: the module brings it
+    schedule: int  # of the device's memory for it
 
     @classmethod
     def watch(
         cls, wrapper: Any, plan: Callable[[], object], indptr: Tensor, kv_length: Tensor
     ) -> PlanCall | None:
         """`plan` the wrapper, with indptr [sequences + 1] on the host, for sequences of kv_length
-        [sequences]. None: the module was not called once with these two."""
-        calls: list[tuple[Any, ...]] = []
+        [sequences]. None: the module was not called once with these two and the schedule."""
+        aside, calls = Aside(wrapper), []
         module = wrapper._cached_module
 
         def note(*arguments: Any) -> Any:
@@ -114,63 +112,28 @@ class PlanCall:
             plan()
         finally:
             wrapper._cached_module = module
-        if len(calls) != 1:
+        there = getattr(wrapper, "_int_workspace_buffer", None)
+        if len(calls) != 1 or there is None:
             return None
-        bounds = [i for i, argument in enumerate(calls[0]) if argument is indptr]
-        lengths = [i for i, argument in enumerate(calls[0]) if _are_the_same(argument, kv_length)]
-        if len(bounds) != 1 or len(lengths) != 1:
+        places = [
+            [i for i, argument in enumerate(calls[0]) if argument is indptr],
+            [i for i, argument in enumerate(calls[0]) if _are_the_same(argument, kv_length)],
+            [i for i, argument in enumerate(calls[0]) if argument is there],
+        ]
+        if any(len(found) != 1 for found in places):
             return None
-        return cls(wrapper, calls[0], bounds[0], lengths[0], Schedule.of(wrapper, calls[0]))
+        return cls(aside, calls[0], *(found[0] for found in places))
 
     def again(self, indptr: Tensor, kv_length: Tensor) -> None:
         """For as many sequences, of which these are the figures now."""
-        arguments = list(self.arguments)
+        wrapper, arguments = self.aside.wrapper, list(self.arguments)
         arguments[self.indptr], arguments[self.kv_length] = indptr, kv_length
-        plan = self.wrapper._cached_module.plan
-        if self.schedule is None:
-            self.wrapper._plan_info = plan(*arguments)
-        else:
-            self.wrapper._plan_info = self.schedule.plan(plan, arguments)
 
+        def plan() -> None:
+            arguments[self.schedule] = wrapper._int_workspace_buffer
+            wrapper._plan_info = wrapper._cached_module.plan(*arguments)
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """What a plan writes to pinned memory, and a kernel brings to the device."""
-
-    on_device: Tensor  # [words]
-    pinned: Tensor  # [words], as the GPU sees them; a plan's arguments keep them
-    words: int  # that a plan writes
-    info: list[int]  # what the module says of a plan that writes so many
-    place: int  # of the device's memory among a plan's arguments
-
-    @classmethod
-    def of(cls, wrapper: Any, arguments: tuple[Any, ...]) -> Schedule | None:
-        """Of a call that planned a CUDA graph's wrapper, which is made twice more. None: it is not
-        one with a schedule for a GPU."""
-        if not _has_schedule(wrapper):
-            return None
-        there, pinned = wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer
-        places = [i for i, argument in enumerate(arguments) if argument is there]
-        if len(places) != 1 or not any(argument is pinned for argument in arguments):
-            return None
-        written = 0
-        for pattern in _PATTERNS:
-            pinned.fill_(pattern)
-            info = list(wrapper._cached_module.plan(*arguments))
-            others = (pinned != pattern).nonzero()
-            written = max([written, *others[-1:].add(1).flatten().tolist()])
-        words = -(-written // WORD)
-        return cls(there.view(torch.int32), as_on_device(pinned), words, info, places[0])
-
-    def plan(self, plan: Callable[..., Any], arguments: list[Any]) -> Any:
-        """Make it with these arguments; what the module says."""
-        stream, arguments[self.place] = _aside(self.on_device.device, self.on_device.nbytes)
-        with torch.cuda.stream(stream):
-            info = plan(*arguments)
-        # Where it is another one than the one that was watched, all of the memory.
-        words = self.words if list(info) == self.info else len(self.on_device)
-        copy_by_kernel(self.on_device[:words], self.pinned[:words])
-        return info
+        self.aside.plan(plan, {})
 
 
 def _has_schedule(wrapper: Any) -> bool:
