@@ -52,16 +52,25 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
                 yield
             finally:
                 JITFunction.run = usual
-        for kernel in {id(kernel): kernel for kernel in launched}.values():
-            pool.submit(_load, kernel)
+        kernels = list({id(kernel): kernel for kernel in launched}.values())
+        for kernel in kernels:
+            pool.submit(_compile_launcher, kernel)
+    for kernel in kernels:  # by one thread
+        with suppress(Exception):  # as above
+            _ = kernel.run  # brings it to the device, too
 
 
-def _load(kernel: Any) -> None:
-    """Have a compiled kernel on the device, and what launches it, which is compiled, too."""
+def _compile_launcher(kernel: Any) -> None:
+    """Have Triton's cache hold what launches a compiled kernel, which is compiled, too.
+
+    It is not kept: Triton gives all these modules one name, and while other threads import theirs,
+    Python may put another kernel's function into this one's. That is called with arguments that it
+    is not for, or worse, with such as it takes for its own.
+    """
+    from triton.runtime import driver
+
     with suppress(Exception):  # as above
-        if hasattr(kernel, "result"):
-            kernel = kernel.result()
-        _ = kernel.run
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 class _Zeros(TorchFunctionMode):

@@ -358,7 +358,7 @@ def test_a_graph_is_planned_anew_for_every_replay(attention: Any, shape: Attenti
         own = attention._most_own if shape.kv_dtype == BF16 else max(size.decodes for size in sizes)
         with_decodes = sum(size.decodes > own for size in sizes)
         assert len(wrappers._calls) == with_decodes and all(wrappers._calls.values())
-        assert all(0 < call.schedule.words < 2**14 for call in wrappers._calls.values())
+        assert all(0 < call.aside._words < 2**14 for call in wrappers._calls.values())
     # outside of graphs the same object goes on
     check(attention, MIXED, shape, decodes=4, device="cuda", tolerance=2e-2)
 

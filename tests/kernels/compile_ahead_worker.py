@@ -39,7 +39,7 @@ class PretendedDriver:
     """Of a Hopper GPU."""
 
     def __init__(self) -> None:
-        self.loaded: list[str] = []
+        self.loaded: list[tuple[str, bool]] = []
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -54,7 +54,7 @@ class PretendedDriver:
         return CPU
 
     def launcher_cls(self, source: Any, metadata: Any) -> None:
-        self.loaded.append(metadata.name)
+        self.loaded.append((metadata.name, threading.current_thread() is threading.main_thread()))
         raise RuntimeError("There is no GPU.")
 
 
