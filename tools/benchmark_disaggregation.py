@@ -28,21 +28,23 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 
 import numpy as np
+import numpy.typing as npt
 
 from bench.loads import Figures, run_loads
+from bench.ports import free_port
 from megatron_hybrid import EngineConfig, SamplingParams
 from megatron_hybrid.engine.build import build_engine
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
+from megatron_hybrid.engine.garbage import collect_seldom
 from megatron_hybrid.engine.transfers import Transfers
 
-Prompt = list[int]
+Prompt = npt.NDArray[np.int32]
 FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 GPUS = "CUDA_VISIBLE_DEVICES"
 
@@ -100,6 +102,7 @@ def _second_gpu() -> str | None:
 def _compute(config: EngineConfig, others: Connection) -> None:
     """The other process."""
     engine = build_engine(config)
+    collect_seldom()  # as a server does
     others.send("ready")
     while True:
         while others.poll(0 if engine.has_work() or engine.use_idle_time() else 0.001):
@@ -125,7 +128,7 @@ class Benchmark:
     def prompt(self, full: int) -> Prompt:
         """Of so many tokens, scaled."""
         size = max(2, round(full * self._scale))
-        return self._random.integers(16, self.engine.vocab_size, size=size).tolist()
+        return self._random.integers(16, self.engine.vocab_size, size=size, dtype=np.int32)
 
     def count(self, full: int, least: int = 2) -> int:
         """Of requests, scaled."""
@@ -160,8 +163,7 @@ class Benchmark:
 
     def _follow(self, name: str, prompt: Prompt) -> None:
         """As a server does with a request whose prompt another one computes."""
-        tokens = np.array(prompt, dtype=np.int32)
-        self._transfers.read_ahead(name, tokens, "", self.prefill.address, name)
+        self._transfers.read_ahead(name, prompt, "", self.prefill.address, name)
 
     def same(self) -> Figures:
         """See the module."""
@@ -253,21 +255,15 @@ class Benchmark:
         return gaps, skipped / max(1, sum(map(len, arriving.values())))
 
 
-def free_address() -> str:
-    """Of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 def measure(
     config: EngineConfig, names: Sequence[str], scale: float
 ) -> Iterator[tuple[str, Figures]]:
     """Figures by load."""
-    prefill = PrefillEngine(config, free_address())
+    prefill = PrefillEngine(config, f"127.0.0.1:{free_port()}")
     try:
         config = dataclasses.replace(config, role="decode", disaggregation_peers=prefill.address)
         benchmark = Benchmark(build_engine(config), prefill, scale)
+        collect_seldom()
         prefill.wait_until_ready()
         for name in names:
             yield name, getattr(benchmark, name)()

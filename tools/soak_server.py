@@ -38,7 +38,6 @@ import os
 import random
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -49,6 +48,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from bench.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_SECONDS = 10.0
@@ -489,10 +490,7 @@ def started(flags: list[str], replicas: int) -> Iterator[Server]:
     command = [sys.executable, str(ROOT / "tools/run_text_generation_server.py")]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if replicas > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        flags = ["--port", str(port), "--data-parallel-size", str(replicas), *flags]
+        flags = ["--port", str(free_port()), "--data-parallel-size", str(replicas), *flags]
     else:
         flags = ["--port", "0", *flags]
     processes = [

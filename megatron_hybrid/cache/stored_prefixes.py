@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import Future
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
@@ -91,9 +92,12 @@ class Prefixes(Protocol):
         """The furthest place from which the prompt can go on, past `beyond`; None: there is
         none."""
 
-    def follow(self, peer: str, request: str, kv: list[BlockKey], first: int) -> Found | None:
-        """What there is of a prompt while a peer's request computes it: KV, of more than its first
-        blocks; at 0 nothing new yet. None: the request has ended."""
+    def follow(
+        self, peer: str, request: str, kv: list[BlockKey], first: int
+    ) -> Future[Found | None]:
+        """What there is of a prompt while a peer's request computes it, as soon as there is
+        something: KV, of more than its first blocks; at 0 nothing new yet. None: the request has
+        ended. Quick: the engine's thread calls it."""
 
     def read(self, stored: Stored, blocks: Sequence[Views], state: Views) -> bool:
         """Fill the memory of the last blocks of KV, and of a state if there is any; whether all of
@@ -152,9 +156,13 @@ class StoredPrefixes:
                 return Found(count * size, None)
         return None
 
-    def follow(self, peer: str, request: str, kv: list[BlockKey], first: int) -> Found | None:
+    def follow(
+        self, peer: str, request: str, kv: list[BlockKey], first: int
+    ) -> Future[Found | None]:
         """Nobody computes anything for it."""
-        return None
+        nothing: Future[Found | None] = Future()
+        nothing.set_result(None)
+        return nothing
 
     def read(self, stored: Stored, blocks: Sequence[Views], state: Views) -> bool:
         """As Prefixes."""

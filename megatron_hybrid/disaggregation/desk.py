@@ -3,7 +3,8 @@ that they talk to.
 
 What is offered stays where it is until it was read, or for a time. What is asked for before it is
 offered is looked for by the engine once: it is there, or it comes, or it does not. Of a prompt that
-is computed meanwhile KV is offered to who asks, as far as it is there.
+is computed meanwhile KV is offered to who asks, as soon as there is more than they have: the engine
+looks at every step.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ class Answer(NamedTuple):
     part: bytes = b""  # by which end KV is on offer now, of a prompt that is computed
     comes: bool = False  # the request that computes it has not ended
 
+    @property
+    def is_final(self) -> bool:
+        """Else the engine looks again."""
+        return bool(self.part) or not self.comes
+
 
 @dataclass(slots=True)
 class _Open:
@@ -74,6 +80,7 @@ class Desk:
         self._leases: dict[int, bytes] = {}
         self._wanted: list[Wanted] = []
         self._answers: dict[int, Answer | None] = {}  # by open question
+        self.num_changes = 0  # of what can be leased, and of final answers
 
     # ------------------------------------------------------ the engine's thread
 
@@ -81,18 +88,23 @@ class Desk:
         """It is there, and can't change."""
         with self._lock:
             self._offers[end] = _Open(offer, self._clock())
+            self.num_changes += 1
 
     def take_wanted(self) -> list[Wanted]:
-        """What was asked for, and is not on offer, since the last call."""
+        """What was asked for, and is not on offer: since the last call, or with no final answer."""
         with self._lock:
             found, self._wanted = self._wanted, []
-            return found
+            return [one for one in found if one.number in self._answers]
 
-    def answer(self, number: int, answer: Answer) -> None:
+    def answer(self, wanted: Wanted, answer: Answer) -> None:
         """To a question about a place that is not on offer."""
         with self._lock:
-            if number in self._answers:
-                self._answers[number] = answer
+            if wanted.number in self._answers:
+                self._answers[wanted.number] = answer
+                if answer.is_final:
+                    self.num_changes += 1
+                else:
+                    self._wanted.append(wanted)
 
     def take_back(self) -> list[tuple[bytes, bool]]:
         """The ends of what is not on offer any more, and whether it was read."""

@@ -47,6 +47,7 @@ class DeskServer:
         self._desk, self._ranks, self._identity = desk, list(ranks), identity
         self.instance = uuid.uuid4().hex
         self._waiting: list[_Asked] = []
+        self._seen_changes = 0
         self._ends = threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -108,13 +109,17 @@ class DeskServer:
             self._waiting.append(asked)
 
     def _look_again(self) -> None:
-        now = time.monotonic()
+        now, changes = time.monotonic(), self._desk.num_changes
+        is_late = any(now > asked.until for asked in self._waiting)
+        if not is_late and changes == self._seen_changes:
+            return
+        self._seen_changes = changes
         waiting, self._waiting = self._waiting, []
         for asked in waiting:
             answer = self._desk.answer_to(asked.ticket)
             ends = [end for _, end in asked.wanted.ends]
             if not self._offer(asked, ends if answer is None else [*ends, answer.part]):
-                if answer is None and now <= asked.until:
+                if (answer is None or not answer.is_final) and now <= asked.until:
                     self._waiting.append(asked)
                     continue
                 comes = answer is not None and answer.comes

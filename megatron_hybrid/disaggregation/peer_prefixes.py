@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from megatron_hybrid.cache.block_hash import BlockKey
@@ -21,9 +22,9 @@ from megatron_hybrid.disaggregation.remote_memory import FLAG
 from megatron_hybrid.errors import ConfigurationError, StoreError
 
 FIND_SECONDS = 8.0  # what is not there yet comes within some of the other one's steps
+FOLLOW_SECONDS = 8.0  # after which it is asked again, if the peer's engine is alive
 READ_SECONDS = 20.0  # from the offer on: it stays longer, so that nothing can change meanwhile
 HELLO_SECONDS = 5.0
-FOLLOWED_AGAIN_SECONDS = 0.005
 
 
 class Place(NamedTuple):
@@ -41,6 +42,15 @@ def _place(peer: str, offered: wire.Offered, begin: float) -> Place:
     until = begin + READ_SECONDS
     pages, state_pages = offered.pages, offered.state_pages
     return Place(peer, offered.instance, offered.lease, pages, state_pages, until)
+
+
+def _checked(peer: str, answer: wire.Message) -> wire.Message:
+    if isinstance(answer, wire.Nothing) and answer.reason:
+        raise StoreError(
+            f"Nothing can be had from {peer} ({FLAG}): {answer.reason}. Both servers "
+            "need the same model, weights and types of caches."
+        )
+    return answer
 
 
 class PeerPrefixes:
@@ -81,7 +91,7 @@ class PeerPrefixes:
         ends = [(end, keys.at(end)) for end in places]
         blocks = keys.blocks[: places[0] // self._geometry.block_size]
         question = wire.Find(number, self._identity(), blocks, ends, FIND_SECONDS)
-        answer = self._answer(wanted.peer, question)
+        answer = _checked(wanted.peer, self._peers.ask(wanted.peer, question, FIND_SECONDS + 1.0))
         if not isinstance(answer, wire.Offered):
             return None
         place = _place(wanted.peer, answer, begin)
@@ -90,31 +100,36 @@ class PeerPrefixes:
         self.ended(place)
         return None
 
-    def follow(self, peer: str, request: str, kv: list[BlockKey], first: int) -> Found | None:
+    def follow(
+        self, peer: str, request: str, kv: list[BlockKey], first: int
+    ) -> Future[Found | None]:
         """As Prefixes."""
         begin, number = time.monotonic(), self._peers.number()
-        question = wire.Follow(number, self._identity(), kv, first, request, FIND_SECONDS)
-        answer = self._answer(peer, question)
+        question = wire.Follow(number, self._identity(), kv, first, request, FOLLOW_SECONDS)
+        found: Future[Found | None] = Future()
+
+        def settle(answered: Future[wire.Message]) -> None:
+            try:
+                answer = _checked(peer, answered.result())
+                found.set_result(self._part(peer, answer, begin, first, len(kv)))
+            except StoreError as error:
+                found.set_exception(error)
+
+        self._peers.begin(peer, question, FOLLOW_SECONDS + 1.0).add_done_callback(settle)
+        return found
+
+    def _part(
+        self, peer: str, answer: wire.Message, begin: float, first: int, most: int
+    ) -> Found | None:
+        """What is offered of a prompt of `most` full blocks behind the first ones."""
         if isinstance(answer, wire.Offered):
             place = _place(peer, answer, begin)
             blocks = first + len(answer.pages)
-            if first < blocks <= len(kv) and not answer.state_pages:
+            if first < blocks <= most and not answer.state_pages:
                 return Found(blocks * self._geometry.block_size, None, place)
             self.ended(place)
-            return None
-        if isinstance(answer, wire.Nothing) and answer.comes:
-            time.sleep(FOLLOWED_AGAIN_SECONDS)
-            return Found(0, None)
-        return None
-
-    def _answer(self, peer: str, question: wire.Find | wire.Follow) -> wire.Message:
-        answer = self._peers.ask(peer, question, question.wait + 1.0)
-        if isinstance(answer, wire.Nothing) and answer.reason:
-            raise StoreError(
-                f"Nothing can be had from {peer} ({FLAG}): {answer.reason}. Both servers "
-                "need the same model, weights and types of caches."
-            )
-        return answer
+        comes = isinstance(answer, wire.Nothing) and answer.comes
+        return Found(0, None) if comes else None
 
     def read(self, stored: Stored, blocks: Sequence[Views], state: Views) -> bool:
         """As Prefixes."""

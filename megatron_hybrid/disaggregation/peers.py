@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import zmq
 
-from megatron_hybrid.cache.calls import Calls
 from megatron_hybrid.disaggregation import messages as wire
 from megatron_hybrid.disaggregation.remote_memory import FLAG
 from megatron_hybrid.errors import ConfigurationError, StoreError
 
 PAUSE_SECONDS = 5.0  # in which one that did not answer is not asked again
 CONNECT_MILLISECONDS = 3000  # a packet that was lost is sent again after a second
-_SLICE = 200  # milliseconds, after which it is looked whether the peer is still there
+_LOOK_SECONDS = 0.2  # after which it is looked whether the peer is still there
+_CLOSED = f"The connections to {FLAG} are closed."
+
+Answered: TypeAlias = "Future[wire.Message]"
 
 
 def addresses_of(text: str, flag: str = FLAG) -> list[str]:
@@ -30,73 +38,178 @@ def addresses_of(text: str, flag: str = FLAG) -> list[str]:
 
 
 class Peers:
-    """Any thread may call it: each has sockets of its own."""
+    """Any thread may call it."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._own = threading.local()
         self._numbers = itertools.count(1)
-        self._silent: dict[str, float] = {}  # by address: until when it is left alone
-        self._calls = Calls()
+        self._lock = threading.Lock()
+        self._lines: dict[str, _Line] = {}  # by address
+        self._is_closed = False
 
     def ask(self, peer: str, question: wire.Question, seconds: float) -> wire.Message:
         """The answer. Raises StoreError, if there is none in time, and for a while after that."""
-        if time.monotonic() < self._silent.get(peer, 0.0):
-            raise StoreError(f"{peer} did not answer a moment ago and is not asked ({FLAG}).")
-        with self._calls.call():
-            answer = self._answer(peer, question, time.monotonic() + seconds)
-        if answer is not None:
-            return answer
-        self._silent[peer] = time.monotonic() + PAUSE_SECONDS
-        raise StoreError(
-            f"{peer} does not answer. See whether a server with --role prefill runs there ({FLAG})."
-            f" It is left alone for {PAUSE_SECONDS:g} s."
-        )
+        return self.begin(peer, question, seconds).result()
+
+    def begin(self, peer: str, question: wire.Question, seconds: float) -> Answered:
+        """What `ask` returns or raises, once it is known."""
+        answered: Answered = Future()
+        try:
+            self._line(peer).ask(_Asked(question, time.monotonic() + seconds, answered))
+        except StoreError as error:
+            answered.set_exception(error)
+        return answered
 
     def tell(self, peer: str, message: wire.Done) -> None:
-        """Without an answer; lost, if there is nobody."""
-        with self._calls.call():
-            socket = self._socket(peer)
-            if socket.poll(CONNECT_MILLISECONDS, zmq.POLLOUT):
-                socket.send(wire.encode(message))
+        """Without an answer; lost, if there is nobody. Raises StoreError, if it is closed."""
+        self._line(peer).tell(message)
 
     def number(self) -> int:
         """Of the next question."""
         return next(self._numbers)
 
     def close(self) -> None:
-        """Questions end with a StoreError, within a moment."""
-        self._calls.close(f"The connections to {FLAG} are closed.")
+        """Questions end with a StoreError, within some seconds."""
+        with self._lock:
+            self._is_closed = True
+        for line in self._lines.values():
+            line.close()
         self._context.destroy(0)
 
-    def _answer(self, peer: str, question: wire.Question, deadline: float) -> wire.Message | None:
-        """None: there is none, or the connection is lost."""
-        socket = self._socket(peer)
-        if not socket.poll(CONNECT_MILLISECONDS, zmq.POLLOUT):
-            return None
-        socket.send(wire.encode(question))
-        while time.monotonic() < deadline and not self._calls.closed:
-            if not socket.poll(_SLICE):
-                if not socket.poll(0, zmq.POLLOUT):
-                    return None  # nobody is there any more
-                continue
-            try:
-                answer = wire.decode_answer(socket.recv())
-            except msgspec.MsgspecError as error:
-                raise StoreError(
-                    f"{peer} ({FLAG}) answers what this version does not understand: {error}"
-                ) from error
-            if answer.number == question.number:  # else of a question that was given up
-                return answer
-        return None
+    def _line(self, peer: str) -> _Line:
+        with self._lock:
+            if self._is_closed:
+                raise StoreError(_CLOSED)
+            if peer not in self._lines:
+                self._lines[peer] = _Line(self._context, peer)
+            return self._lines[peer]
 
-    def _socket(self, peer: str) -> zmq.Socket[bytes]:
-        sockets: dict[str, zmq.Socket[bytes]] = self._own.__dict__
-        if peer not in sockets:
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for one that is not there
-            socket.setsockopt(zmq.MAXMSGSIZE, wire.MOST_BYTES)
-            socket.connect(f"tcp://{peer}")
-            sockets[peer] = socket
-        return sockets[peer]
+
+class _Asked(NamedTuple):
+    message: wire.Message
+    until: float
+    answered: Answered | None  # None: nobody waits for an answer
+
+
+class _Line:
+    """To one peer. A thread of its own sends what others leave for it, and gives them the answers:
+    so that a question takes no thread, however long its answer takes."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], peer: str) -> None:
+        self._peer = peer
+        self._silent_until = 0.0
+        self._left: SimpleQueue[_Asked] = SimpleQueue()
+        self._open: dict[int, _Asked] = {}  # by number
+        self._looked = 0.0
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._bell, self._rung = socket.socketpair()
+        self._bell.setblocking(False)
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # else many questions look like nobody there
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for one that is not there
+        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MOST_BYTES)
+        self._socket.connect(f"tcp://{peer}")
+        self._thread = threading.Thread(target=self._run, name=f"peer {peer}", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------- the others' threads
+
+    def ask(self, asked: _Asked) -> None:
+        """Raises StoreError for a peer that is left alone."""
+        if time.monotonic() < self._silent_until:
+            raise StoreError(f"{self._peer} did not answer a moment ago and is not asked ({FLAG}).")
+        self._leave(asked)
+
+    def tell(self, message: wire.Message) -> None:
+        """Without an answer."""
+        self._leave(_Asked(message, 0.0, None))
+
+    def close(self) -> None:
+        """Questions end."""
+        with self._lock:
+            self._is_closed = True
+            self._ring()
+        self._thread.join()
+        self._bell.close()
+        self._rung.close()
+
+    def _leave(self, asked: _Asked) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise StoreError(_CLOSED)
+            self._left.put(asked)
+            self._ring()
+
+    def _ring(self) -> None:
+        with suppress(BlockingIOError):  # it was rung often enough
+            self._bell.send(b"!")
+
+    # --------------------------------------------------------------- its thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._rung, zmq.POLLIN)
+        while not self._is_closed:
+            if self._rung.fileno() in dict(poller.poll(int(1e3 * _LOOK_SECONDS))):
+                self._rung.recv(4096)
+            self._send()
+            self._receive()
+            if time.monotonic() > self._looked + _LOOK_SECONDS:
+                self._give_up()
+        self._socket.close()
+        while not self._left.empty():
+            self._take()
+        self._fail(list(self._open), _CLOSED)
+
+    def _send(self) -> None:
+        while not self._left.empty():
+            message = self._take()
+            is_left_alone = time.monotonic() < self._silent_until
+            if self._socket.poll(0 if is_left_alone else CONNECT_MILLISECONDS, zmq.POLLOUT):
+                self._socket.send(wire.encode(message))
+            else:
+                self._were_not_answered(list(self._open))
+
+    def _take(self) -> wire.Message:
+        asked = self._left.get()
+        if asked.answered is not None:
+            self._open[asked.message.number] = asked
+        return asked.message
+
+    def _receive(self) -> None:
+        while self._socket.poll(0):
+            try:
+                answer = wire.decode_answer(self._socket.recv())
+            except msgspec.MsgspecError as error:
+                self._fail(
+                    list(self._open),
+                    f"{self._peer} ({FLAG}) answers what this version does not understand: {error}",
+                )
+                continue
+            asked = self._open.pop(answer.number, None)  # else of a question that was given up
+            if asked is not None and asked.answered is not None:
+                asked.answered.set_result(answer)
+
+    def _give_up(self) -> None:
+        self._looked = now = time.monotonic()
+        is_there = self._socket.poll(0, zmq.POLLOUT)
+        late = [n for n, asked in self._open.items() if not is_there or now > asked.until]
+        if late:
+            self._were_not_answered(late)
+
+    def _were_not_answered(self, numbers: Sequence[int]) -> None:
+        self._silent_until = time.monotonic() + PAUSE_SECONDS
+        self._fail(
+            numbers,
+            f"{self._peer} does not answer. See whether a server with --role prefill runs there"
+            f" ({FLAG}). It is left alone for {PAUSE_SECONDS:g} s.",
+        )
+
+    def _fail(self, numbers: Sequence[int], reason: str) -> None:
+        for number in numbers:
+            answered = self._open.pop(number).answered
+            if answered is not None:
+                answered.set_exception(StoreError(reason))

@@ -61,7 +61,7 @@ class Handovers(Below):
                 self.lower.upper.refused["unread"] += 1
         for one in wanted:
             if one.request:
-                self._desk.answer(one.number, self._so_far(one))
+                self._desk.answer(one, self._so_far(one))
             else:
                 self._look_for(one)
 
@@ -96,7 +96,7 @@ class Handovers(Below):
                 self._offer(end, position, save)
                 return
         if not any(tier.may_come(end) for _, end in wanted.ends):
-            self._desk.answer(wanted.number, Answer())
+            self._desk.answer(wanted, Answer())
 
     def _so_far(self, wanted: Wanted) -> Answer:
         """What there is of a prompt that is computed: on offer, if it is more than who asks has."""

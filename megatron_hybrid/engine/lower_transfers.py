@@ -190,22 +190,21 @@ class LowerTransfers(Below):
         looks = [_became(look.future) for look in self._looks[:MOST_ENDED]]
         loads = [_became(load.future) for load in islice(self._loads.values(), MOST_ENDED)]
         saves = [_became(future) for _, future in islice(self._saves, MOST_ENDED)]
-        aheads = [
-            _PENDING if one.is_read else _became(one.future)
-            for one in islice(self._aheads.values(), MOST_ENDED)
-        ]
         padding = [_PENDING] * MOST_ENDED
-        lists = [(found + padding)[:MOST_ENDED] for found in (looks, loads, saves, aheads)]
-        return [*chain(*lists), max(1, int(self.read_rate * _PARTS))]
+        lists = [(found + padding)[:MOST_ENDED] for found in (looks, loads, saves)]
+        # All of these, since they are not answered in order.
+        aheads = [_PENDING if one.is_read else _became(one.future) for one in self._aheads.values()]
+        return [*chain(*lists, aheads), max(1, int(self.read_rate * _PARTS))]
 
     def end_copies(self, agreed: Sequence[int]) -> None:
         self._now = None
         if not agreed:
             return
-        looks, loads, saves, aheads = (
-            agreed[first : first + MOST_ENDED] for first in range(0, 4 * MOST_ENDED, MOST_ENDED)
+        looks, loads, saves = (
+            agreed[first : first + MOST_ENDED] for first in range(0, 3 * MOST_ENDED, MOST_ENDED)
         )
-        self._agreed_rate = agreed[-1] / _PARTS
+        *aheads, rate = agreed[3 * MOST_ENDED :]
+        self._agreed_rate = rate / _PARTS
         self._go_on_ahead(aheads)  # before loads end, behind which others are asked
         for key, became in zip(list(self._loads), takewhile(bool, loads), strict=False):
             self._end_load(self._loads.pop(key), became)
@@ -314,8 +313,7 @@ class LowerTransfers(Below):
         if self._agreement.is_first:
             kv = ahead.keys.blocks
             first = self.lower.num_there(ahead.keys) if ahead.reads else len(kv)
-            follow = self._stored.follow
-            ahead.future = self._asker.submit(follow, ahead.peer, ahead.request, kv, first)
+            ahead.future = self._stored.follow(ahead.peer, ahead.request, kv, first)
 
     def _go_on_ahead(self, became: Sequence[int]) -> None:
         for ahead, found in self._answers(self._aheads.values(), became):

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from bench.ports import free_port
 from megatron_hybrid.cache.object_store import ObjectStore
 from megatron_hybrid.cache.stores import mooncake
 from megatron_hybrid.cache.stores.mooncake import CLIENT_SETTINGS, MooncakeStore
@@ -415,11 +416,6 @@ def test_close_waits_for_calls(store: MooncakeStore, client: FakeClient) -> None
 
 
 # With the package. Its program is beside its modules.
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Master:

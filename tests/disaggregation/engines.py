@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,12 +27,6 @@ def options(folder: str = "", **given: Any) -> dict[str, Any]:
         "device": "cpu",
     }
     return small | ({"load": folder} if folder else {}) | given
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def answers(

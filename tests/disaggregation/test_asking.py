@@ -5,17 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 import zmq
 
+from bench.ports import free_port
 from megatron_hybrid.cache.stored_prefixes import Ending
 from megatron_hybrid.disaggregation import messages as wire
 from megatron_hybrid.disaggregation.desk import Answer, Desk, Offer, Wanted
 from megatron_hybrid.disaggregation.desk_server import DeskServer
 from megatron_hybrid.disaggregation.peers import Peers, addresses_of
 from megatron_hybrid.errors import ConfigurationError, StoreError
-from tests.disaggregation.engines import free_address
 
 OWN = wire.Identity("m", "w", (1, 1), 0)
 ENDING = Ending(0, "", True, True, "prompt_end", 0, 0)
@@ -25,7 +26,7 @@ class Both:
     """A desk with its server, and who asks there."""
 
     def __init__(self) -> None:
-        self.desk, self.address = Desk(100), free_address()
+        self.desk, self.address = Desk(100), f"127.0.0.1:{free_port()}"
         self.server = DeskServer(
             self.address, self.desk, [wire.RankMemory(b"x", 1, "")], lambda: OWN
         )
@@ -36,10 +37,10 @@ class Both:
         question = wire.Find(self.peers.number(), identity, [], places, wait)
         return self.peers.ask(self.address, question, wait + 5.0)
 
-    def follow(self, first: int, request: str = "r") -> wire.Message:
+    def follow(self, first: int, request: str = "r", wait: float = 20.0) -> wire.Message:
         number = self.peers.number()
-        question = wire.Follow(number, OWN, [b"1", b"2", b"3"], first, request, 20.0)
-        return self.peers.ask(self.address, question, 25.0)
+        question = wire.Follow(number, OWN, [b"1", b"2", b"3"], first, request, wait)
+        return self.peers.ask(self.address, question, wait + 5.0)
 
 
 def answer_next(desk: Desk, answer: Answer) -> threading.Thread:
@@ -49,7 +50,7 @@ def answer_next(desk: Desk, answer: Answer) -> threading.Thread:
         while not (wanted := desk.take_wanted()):
             time.sleep(0.002)
         assert wanted == [Wanted([b"1", b"2", b"3"], [], "r", 1, wanted[0].number)]
-        desk.answer(wanted[0].number, answer)
+        desk.answer(wanted[0], answer)
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -97,7 +98,7 @@ def test_nothing_comes_after_a_time_or_where_it_is_known(both: Both) -> None:
     def refuse() -> None:
         while not (wanted := both.desk.take_wanted()):
             time.sleep(0.01)
-        both.desk.answer(wanted[-1].number, Answer())
+        both.desk.answer(wanted[-1], Answer())
 
     both.desk.take_wanted()
     thread = threading.Thread(target=refuse)
@@ -116,12 +117,72 @@ def test_what_is_computed_is_followed_part_by_part(both: Both) -> None:
     assert isinstance(answer, wire.Offered) and answer.ending is None
     assert (answer.position, answer.pages, answer.state_pages) == (32, [7, 8], [])
     both.peers.tell(both.address, wire.Done(0, answer.lease))
-    thread = answer_next(both.desk, Answer(comes=True))
-    assert both.follow(1) == wire.Nothing(2, comes=True)
-    thread.join()
     thread = answer_next(both.desk, Answer())
-    assert both.follow(1) == wire.Nothing(3)
+    assert both.follow(1) == wire.Nothing(2)
     thread.join()
+
+
+def test_who_follows_is_answered_when_there_is_more(both: Both) -> None:
+    """The engine looks again until then."""
+    found: list[wire.Message] = []
+    following = threading.Thread(target=lambda: found.append(both.follow(1)))
+    following.start()
+    for _ in range(3):
+        answer_next(both.desk, Answer(comes=True)).join()
+        both.desk.offer(b"another's", Offer(32, [5], [], None))
+        assert isinstance(both.find(b"another's"), wire.Offered) and not found
+    both.desk.offer(b"part", Offer(32, [7, 8], [], None))
+    answer_next(both.desk, Answer(b"part", comes=True)).join()
+    following.join()
+    assert isinstance(found[0], wire.Offered) and not both.desk.take_wanted()
+
+
+def test_who_follows_asks_again_after_a_time_if_the_engine_has_looked(both: Both) -> None:
+    thread = answer_next(both.desk, Answer(comes=True))
+    assert both.follow(1, wait=0.5) == wire.Nothing(1, comes=True)
+    thread.join()
+    assert not both.desk.take_wanted()  # nobody waits for it any more
+    assert both.follow(1, wait=0.05) == wire.Nothing(2)  # nobody looks: the engine hangs
+
+
+def test_many_questions_are_open_at_once_and_answered_in_any_order(both: Both) -> None:
+    threads, many = threading.active_count(), 300
+    answers = []
+    for number in range(many):
+        question = wire.Follow(both.peers.number(), OWN, [], 0, f"r{number}", 20.0)
+        answers.append(both.peers.begin(both.address, question, 25.0))
+    asked: dict[str, Wanted] = {}
+    while len(asked) < many:
+        asked |= {one.request: one for one in both.desk.take_wanted()}
+    assert threading.active_count() == threads + 1 and not any(one.done() for one in answers)
+    for number in reversed(range(many)):
+        both.desk.answer(asked[f"r{number}"], Answer())
+        assert answers[number].result(timeout=10.0) == wire.Nothing(1 + number)
+
+
+def test_questions_end_with_a_peer_or_with_who_asks(both: Both) -> None:
+    def begin() -> Future[wire.Message]:
+        question = wire.Find(both.peers.number(), OWN, [], [(40, b"a")], 20.0)
+        return both.peers.begin(both.address, question, 25.0)
+
+    answers = [begin() for _ in range(3)]
+    while not both.desk.take_wanted():
+        time.sleep(0.002)
+    both.server.close()
+    for one in answers:
+        with pytest.raises(StoreError, match="does not answer"):
+            one.result(timeout=10.0)
+    both.server = DeskServer(both.address, both.desk, [], lambda: OWN)
+    other = Peers()
+    question = wire.Find(other.number(), OWN, [], [(40, b"a")], 20.0)
+    answer = other.begin(both.address, question, 25.0)
+    while not both.desk.take_wanted():
+        time.sleep(0.002)
+    other.close()
+    with pytest.raises(StoreError, match="closed"):
+        answer.result(timeout=10.0)
+    with pytest.raises(StoreError, match="closed"):
+        other.tell(both.address, wire.Done(0, 1))
 
 
 def test_a_part_that_is_gone_before_it_is_read_comes_again(both: Both) -> None:
@@ -149,7 +210,7 @@ def test_what_is_no_message_harms_nobody(both: Both, caplog: pytest.LogCaptureFi
 
 
 def test_nobody_there_is_said_soon_and_not_asked_for_a_while() -> None:
-    peers, address = Peers(), free_address()
+    peers, address = Peers(), f"127.0.0.1:{free_port()}"
     begin = time.monotonic()
     with pytest.raises(StoreError, match=f"{address} does not answer.*--role prefill"):
         peers.ask(address, wire.Hello(1), 30.0)
@@ -158,7 +219,7 @@ def test_nobody_there_is_said_soon_and_not_asked_for_a_while() -> None:
     assert time.monotonic() - begin < 15.0
     peers.close()
     with pytest.raises(StoreError, match="closed"):
-        peers.ask(free_address(), wire.Hello(3), 30.0)
+        peers.ask(f"127.0.0.1:{free_port()}", wire.Hello(3), 30.0)
 
 
 def test_addresses_are_read_or_refused() -> None:

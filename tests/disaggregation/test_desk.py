@@ -77,14 +77,31 @@ def test_what_is_not_there_is_looked_for_once() -> None:
     number = desk.want(wanted(b"a"))
     assert desk.take_wanted() == [wanted(b"a")._replace(number=number)] and not desk.take_wanted()
     other = desk.want(wanted(b"b"))
-    desk.answer(other, Answer(comes=True))
-    assert desk.answer_to(number) is None and desk.answer_to(other) == Answer(comes=True)
+    [asked] = desk.take_wanted()
+    desk.answer(asked, Answer())
+    assert desk.answer_to(number) is None and desk.answer_to(other) == Answer()
     desk.was_answered(other)
-    desk.answer(other, Answer())  # too late: nothing is kept for nobody
+    desk.answer(asked, Answer())  # too late: nothing is kept for nobody
     desk.was_answered(number)
     assert desk.lease([b"a"]) is None
     desk.offer(b"a", offer())
     assert desk.lease([b"a"])
+
+
+def test_what_is_computed_is_looked_for_until_there_is_more() -> None:
+    desk, _ = desk_with()
+    following = [desk.want(Wanted([b"1"], [], name)) for name in "ab"]
+    for _ in range(2):
+        wanted = desk.take_wanted()
+        assert [one.request for one in wanted] == ["a", "b"]
+        for one in wanted:
+            desk.answer(one, Answer(comes=True))
+    changes = desk.num_changes
+    first, _ = desk.take_wanted()
+    desk.answer(first, Answer(b"part", comes=True))
+    assert desk.num_changes == changes + 1
+    desk.was_answered(following[1])
+    assert not desk.take_wanted()
 
 
 def test_only_the_same_model_and_weights_are_of_use() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("nixl_cu13", reason="needs NIXL")
+from bench.ports import free_port  # noqa: E402
 from megatron_hybrid import LLM, SamplingParams  # noqa: E402
 from megatron_hybrid.cache.block_hash import SequenceKeys  # noqa: E402
 from megatron_hybrid.cache.lower_tier import LowerTier  # noqa: E402
@@ -28,7 +29,6 @@ from tests.disaggregation.engines import (  # noqa: E402
     PREFIX,
     PrefillProcess,
     answers,
-    free_address,
     options,
 )
 from tests.thorough import A_THIRD, usually  # noqa: E402
@@ -50,7 +50,7 @@ class Pair:
     """Both in this process, the one that computes prompts in a thread of its own."""
 
     def __init__(self, folder: str = "", **given: Any) -> None:
-        self.address = free_address()
+        self.address = f"127.0.0.1:{free_port()}"
         self.prefill = LLM(
             **options(folder, role="prefill", disaggregation_listen=self.address, **given)
         )
@@ -351,7 +351,7 @@ def test_families(family: str, given: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_a_server_that_dies_costs_time_alone() -> None:
-    address = free_address()
+    address = f"127.0.0.1:{free_port()}"
     llm = LLM(**options(role="decode", disaggregation_peers=address))
     both = LLM(**options())
     prompts = prompts_of(both, 4)

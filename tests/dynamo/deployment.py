@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.replicas import free_port
+from bench.ports import free_port
 from bench.ways import dynamo_environment
 from tests.server.running import ROOT, wait_until
 
@@ -26,7 +26,7 @@ class Worker:
     """One of ours; `metrics` reads its page."""
 
     def __init__(self, folder: Path, name: str, *flags: str, **environment: str) -> None:
-        self.port = free_port(below=32768)  # Dynamo reads it as 16 bits with a sign
+        self.port = free_port()
         self.log = folder / f"{name}.log"
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(

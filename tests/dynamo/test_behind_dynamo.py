@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.replicas import free_port
+from bench.ports import free_port
 from megatron_hybrid import LLM, SamplingParams
 from tests.dynamo.deployment import Deployment, Worker
 from tests.server.deployed import check_chat, check_stream

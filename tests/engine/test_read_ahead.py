@@ -55,6 +55,7 @@ class Peer(StoredPrefixes):
     """Answers as a test says."""
 
     is_always_read = True
+    asker: ByHand
 
     def __init__(self, geometry: Any) -> None:
         super().__init__(SymbolicStore(), geometry)
@@ -66,7 +67,12 @@ class Peer(StoredPrefixes):
     def is_asked(self, peer: str) -> bool:
         return peer == PEER
 
-    def follow(self, peer: str, request: str, kv: list[BlockKey], first: int) -> Found | None:
+    def follow(
+        self, peer: str, request: str, kv: list[BlockKey], first: int
+    ) -> Future[Found | None]:
+        return self.asker.submit(self._follow, request, first)
+
+    def _follow(self, request: str, first: int) -> Found | None:
         self.asked.append((request, first))
         answer = self.answers[request].pop(0)
         if isinstance(answer, StoreError):
@@ -100,6 +106,7 @@ class Reading:
         )
         transfers.add_lower(lower)
         self.asker, self.reader = self.threads["tier-ask"], self.threads["tier-read"]
+        self.peer.asker = self.asker
         for seed, name in enumerate(names):
             tokens = np.array(random_tokens(seed, 32), dtype=np.int32)
             transfers.read_ahead(name, tokens, "", PEER, f"there {name}")
@@ -170,6 +177,25 @@ def test_one_may_be_read_while_others_are_answered() -> None:
         *(("there a", first) for first in (0, 2)),
         *(("there b", first) for first in (0, 0, 0, 3)),
     ]
+    reading.finish()
+
+
+def test_the_last_of_many_is_read_while_the_others_wait() -> None:
+    names = "abcdefghijklmnopqrstuvwxyz"
+    reading = Reading(names)
+    for name in names:
+        reading.say(name, None)
+    reading.say("z", part(3), None)
+    *others, last = reading.asker.waiting
+    reading.asker.waiting = [last]
+    reading.asker.run()
+    reading.step()
+    reading.reader.run()
+    reading.step()
+    assert reading.peer.asked == [("there z", 0)]
+    assert [given for _, _, given in reading.asker.waiting][-1] == ("there z", 3)
+    reading.asker.waiting += others
+    reading.until_it_ends()
     reading.finish()
 
 

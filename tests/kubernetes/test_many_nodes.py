@@ -10,8 +10,9 @@ import subprocess
 import sys
 from urllib.parse import urlsplit
 
+from bench.ports import free_port
 from tests.kubernetes.manifests import GROUP, LEADER, ROOT, container
-from tests.server.running import ServerProcess, free_port
+from tests.server.running import ServerProcess
 from tests.thorough import thorough
 
 TORCHRUN = ("-m", "torch.distributed.run")

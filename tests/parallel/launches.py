@@ -19,9 +19,10 @@ from typing import Any
 
 import yaml
 
+from bench.ports import free_port
 from megatron_hybrid import LLM, SamplingParams
 from tests.parallel.ranks import python_path
-from tests.server.running import ROOT, free_port, is_alive
+from tests.server.running import ROOT, is_alive
 from tests.server.running import children_of as children
 from tests.text.make_tokenizers import byte_level, save
 from tests.tiny_models import make_tiny_model

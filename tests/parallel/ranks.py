@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import traceback
 from multiprocessing.connection import wait
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from bench.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 500
@@ -52,10 +53,7 @@ def python_path() -> str:
 def start_ranks(count: int, module: str, folder: Path, *arguments: str) -> None:
     """Run the module on so many ranks; it gets `folder` and the arguments. Each rank's output is in
     `folder/rank<number>.log`. A rank that fails ends the others."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    places = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+    places = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": free_port()}
     share = ["tests.parallel.shared_gpus"] if 0 < torch.cuda.device_count() < count else []
     processes = []
     logs = [folder / f"rank{rank}.log" for rank in range(count)]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.ports import free_port
 from tests.parallel.hang.sitecustomize import HANGS
 from tests.parallel.launches import ROOT, Client, Node, front_end_of, gone, wait_until
-from tests.server.running import free_port
 from tests.thorough import thorough
 
 WATCHED = ("--inference-rank-timeout", "5")

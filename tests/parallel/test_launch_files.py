@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.ports import free_port
 from megatron_hybrid import LLM, SamplingParams
 from megatron_hybrid.cache.geometry import GIB
 from megatron_hybrid.config import EngineConfig
@@ -29,7 +30,6 @@ from tests.parallel.launches import (
     make_chat_model,
     wait_until,
 )
-from tests.server.running import free_port
 from tests.thorough import thorough
 
 CONFIGS = sorted((ROOT / "configs" / "launch").glob("*.yaml"))

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.ports import free_port
 from bench.ways import ray_config, ray_environment
 from tests.dynamo.deployment import ancestors, body_of, post
-from tests.server.running import ROOT, free_port, wait_until
+from tests.server.running import ROOT, wait_until
 
 START_SECONDS = 120
 END_SECONDS = 60

@@ -8,10 +8,10 @@ import json
 
 import pytest
 
+from bench.ports import free_port
 from megatron_hybrid import cli
 from megatron_hybrid.terminal import prompt
 from megatron_hybrid.terminal.screen import Screen, clean
-from tests.server.running import free_port
 from tests.terminal.scripted import answer, chunk, scripted_server, stream
 
 FIGURES = "[1,300 prompt tokens, 1,234 of them cached; 57 answer tokens, 20 of them thoughts; first"

@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 import pytest
 from disaggregation_proxy import Proxy
 
-from tests.server.running import free_port, http_server, wait_until
+from bench.ports import free_port
+from tests.server.running import http_server, wait_until
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer k", "x-request-id": "r-1"}

@@ -17,9 +17,10 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from bench.ports import free_port
 from megatron_hybrid.commands import COMMANDS
 from megatron_hybrid.server.options import ServerOptions
-from tests.server.running import free_port, http_server
+from tests.server.running import http_server
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs" / "docker"

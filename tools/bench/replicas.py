@@ -14,7 +14,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.ports import free_port
 from bench.serving_clients import Clients, ClientSettings
 from bench.serving_conversations import Conversation, Turn
 from bench.serving_http import HttpClient
@@ -294,12 +294,3 @@ def _text(generator: random.Random, words: int) -> str:
     """English of about this many words."""
     text = filler.paragraphs(generator, filler.Draws(generator), 6 * words)
     return " ".join(text.split()[:words])
-
-
-def free_port(below: int = 65536) -> int:
-    """below: for programs that read ports as numbers with a sign."""
-    while True:
-        port = random.randrange(20_000, below)
-        with contextlib.suppress(OSError), socket.socket() as free:
-            free.bind(("127.0.0.1", port))
-            return port

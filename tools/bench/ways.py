@@ -96,7 +96,7 @@ class Deployment:
         processes.start("front end", "dynamo.frontend", *front_end, **environment)
         pages = []
         for rank in range(self.replicas):
-            port = free_port(below=32768)
+            port = free_port()
             pages.append(f"http://127.0.0.1:{port}/metrics")
             own = environment | self._device(rank) | {"DYN_SYSTEM_PORT": str(port)}
             processes.start(f"worker {rank}", "megatron_hybrid.dynamo", *self._flags(), **own)

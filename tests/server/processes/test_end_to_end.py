@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 import yaml
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
+from bench.ports import free_port
 from tests.server.running import ServerProcess, is_alive, wait_until
 from tests.text.make_tokenizers import byte_level, save
 from tests.thorough import thorough, usually
@@ -178,9 +178,7 @@ def test_ranks_end_when_torchrun_is_killed(model_folder: Path) -> None:
 def test_a_rank_killed_in_mid_stream_is_restarted_by_torchrun_behind_the_same_front_end(
     model_folder: Path,
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--max-restarts", "3")
     flags = ("--nproc-per-node", "1", TOOL, "--load", str(model_folder), "--port", port)
     with ServerProcess(*torchrun, *flags, "--engine-restart-timeout", "120") as server:

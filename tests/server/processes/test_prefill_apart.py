@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.running import ROOT, ServerProcess, free_port, wait_until
+from bench.ports import free_port
+from tests.server.running import ROOT, ServerProcess, wait_until
 
 pytest.importorskip("nixl_cu13", reason="needs NIXL")
 

@@ -10,7 +10,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.server.running import ROOT, ServerProcess, free_port, wait_until
+from bench.ports import free_port
+from tests.server.running import ROOT, ServerProcess, wait_until
 
 FAKE = ("-m", "tests.server.fake_server", "--step-seconds", "0.05")
 STREAM = {"prompt": "Hello", "max_tokens": 60, "temperature": 0, "stream": True}

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
+from bench.ports import free_port
 from megatron_hybrid.server.ask import FirstQuestion
 from megatron_hybrid.server.options import LaunchOptions, ServerOptions
 from tests.server.running import ROOT, ServerProcess, is_alive, wait_until
@@ -195,9 +196,7 @@ def temporary(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+    return str(free_port())
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=thorough)])

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from bench.ports import free_port
 from megatron_hybrid import LLM, SamplingParams
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.server import cli
 from megatron_hybrid.server.processes.ranks import check_devices
 from tests.server.processes.test_ready_to_run import COMMAND, ask
-from tests.server.running import ROOT, ServerProcess, children_of, free_port, is_alive
+from tests.server.running import ROOT, ServerProcess, children_of, is_alive
 from tests.thorough import thorough, usually
 
 LAUNCHER = """

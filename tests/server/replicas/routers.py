@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from bench.ports import free_port
 from tests.clients.environments import environment
-from tests.server.running import free_port, wait_until
+from tests.server.running import wait_until
 from tests.thorough import EVERYTHING
 
 # By their packages; all three have the flags below.

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.ports import free_port
 from megatron_hybrid.server import cli
 from tests.server.processes.test_processes import FAKE, open_stream, send
-from tests.server.running import ServerProcess, free_port, is_alive, wait_until
+from tests.server.running import ServerProcess, is_alive, wait_until
 from tests.thorough import thorough
 
 SLOW = ("--step-seconds", "0.05")  # 20 tokens a second

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.replicas import free_port
+from bench.ports import free_port
 from bench.ways import ROOT, Deployment, Processes
 from tests.thorough import EVERYTHING
 
