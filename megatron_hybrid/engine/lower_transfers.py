@@ -206,6 +206,7 @@ class LowerTransfers(Below):
         *aheads, rate = agreed[3 * MOST_ENDED :]
         self._agreed_rate = rate / _PARTS
         self._go_on_ahead(aheads)  # before loads end, behind which others are asked
+        self._give_up_what_is_late()
         for key, became in zip(list(self._loads), takewhile(bool, loads), strict=False):
             self._end_load(self._loads.pop(key), became)
         self._end_looks(looks)
@@ -325,6 +326,14 @@ class LowerTransfers(Below):
                 self._read_part(ahead, found)
             else:
                 self._ask_ahead(ahead)
+
+    def _give_up_what_is_late(self) -> None:
+        """A read that hangs holds nobody up."""
+        for load in self._loads.values():
+            ahead = load.ahead
+            if ahead is not None and ahead.is_wanted and self._time() > load.late:
+                ahead.is_wanted = False
+                self.lower.upper.refused["late"] += 1
 
     def _read_part(self, ahead: _Ahead, found: Found) -> None:
         key = ahead.keys.at(found.position)

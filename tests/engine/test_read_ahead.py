@@ -101,9 +101,11 @@ class Reading:
             self.threads[name] = ByHand()
             return self.threads[name]
 
+        self.now = 0.0
         lower = LowerTransfers(
-            LowerTier(self.tier), self.peer, lambda pages: [], lambda: "", 0.0, executor=executor
-        )
+            LowerTier(self.tier), self.peer, lambda pages: [], lambda: "", 0.0,
+            executor=executor, clock=lambda: self.now,
+        )  # fmt: skip
         transfers.add_lower(lower)
         self.asker, self.reader = self.threads["tier-ask"], self.threads["tier-read"]
         self.peer.asker = self.asker
@@ -210,6 +212,24 @@ def test_a_part_that_can_not_be_had_is_the_last_one(why: str) -> None:
     assert reading.tier.refused["tier_full"] == (why == "no room")
     reading.finish()
     assert reading.peer.ended_places == ["place 2"]
+
+
+def test_a_part_that_takes_too_long_holds_nobody_up() -> None:
+    reading = Reading()
+    reading.say("a", part(2), part(4))
+    reading.asker.run()
+    reading.step()  # and it hangs
+    reading.now = reading.peer.patience - 0.1
+    reading.step()
+    assert not reading.transfers.is_read_ahead("a")
+    reading.now = reading.peer.patience + 0.1
+    for _ in range(3):
+        reading.step()
+    assert reading.transfers.is_read_ahead("a")
+    assert reading.tier.refused["late"] == 1
+    reading.until_it_ends()  # it comes after all
+    reading.finish()
+    assert reading.peer.ended_places == ["place 2", "place 4"]
 
 
 @pytest.mark.parametrize("why", ["left", "new weights", "dead"])
