@@ -118,13 +118,14 @@ class DeskServer:
         for asked in waiting:
             answer = self._desk.answer_to(asked.ticket)
             ends = [end for _, end in asked.wanted.ends]
-            if not self._offer(asked, ends if answer is None else [*ends, answer.part]):
-                if (answer is None or not answer.is_final) and now <= asked.until:
-                    self._waiting.append(asked)
-                    continue
+            if self._offer(asked, ends if answer is None else [*ends, answer.part]):
+                self._desk.was_answered(asked.ticket)
+            elif (answer is None or not answer.is_final) and now <= asked.until:
+                self._waiting.append(asked)
+            else:
+                self._desk.was_answered(asked.ticket)  # first, so that nothing is offered to nobody
                 comes = answer is not None and answer.comes
                 self._send(asked.client, wire.Nothing(asked.number, comes=comes))
-            self._desk.was_answered(asked.ticket)
 
     def _offer(self, asked: _Asked, ends: Iterable[bytes]) -> bool:
         """Whether there was something."""
