@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.loads import Figures, run_loads
-from bench.ports import free_port
+from bench.ports import free_address
 from megatron_hybrid import EngineConfig, SamplingParams
 from megatron_hybrid.engine.build import build_engine
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
@@ -259,7 +259,7 @@ def measure(
     config: EngineConfig, names: Sequence[str], scale: float
 ) -> Iterator[tuple[str, Figures]]:
     """Figures by load."""
-    prefill = PrefillEngine(config, f"127.0.0.1:{free_port()}")
+    prefill = PrefillEngine(config, free_address())
     try:
         config = dataclasses.replace(config, role="decode", disaggregation_peers=prefill.address)
         benchmark = Benchmark(build_engine(config), prefill, scale)

@@ -99,7 +99,7 @@ class _Line:
         self._peer = peer
         self._silent_until = 0.0
         self._left: SimpleQueue[_Asked] = SimpleQueue()
-        self._open: dict[int, _Asked] = {}  # by number
+        self._open: dict[int, tuple[Answered, float]] = {}  # by number; until when
         self._looked = 0.0
         self._lock = threading.Lock()
         self._is_closed = False
@@ -174,10 +174,10 @@ class _Line:
                 self._were_not_answered(list(self._open))
 
     def _take(self) -> wire.Message:
-        asked = self._left.get()
-        if asked.answered is not None:
-            self._open[asked.message.number] = asked
-        return asked.message
+        message, until, answered = self._left.get()
+        if answered is not None:
+            self._open[message.number] = answered, until
+        return message
 
     def _receive(self) -> None:
         while self._socket.poll(0):
@@ -189,14 +189,14 @@ class _Line:
                     f"{self._peer} ({FLAG}) answers what this version does not understand: {error}",
                 )
                 continue
-            asked = self._open.pop(answer.number, None)  # else of a question that was given up
-            if asked is not None and asked.answered is not None:
-                asked.answered.set_result(answer)
+            if answer.number in self._open:  # else of a question that was given up
+                answered, _ = self._open.pop(answer.number)
+                answered.set_result(answer)
 
     def _give_up(self) -> None:
         self._looked = now = time.monotonic()
         is_there = self._socket.poll(0, zmq.POLLOUT)
-        late = [n for n, asked in self._open.items() if not is_there or now > asked.until]
+        late = [n for n, (_, until) in self._open.items() if not is_there or now > until]
         if late:
             self._were_not_answered(late)
 
@@ -210,6 +210,5 @@ class _Line:
 
     def _fail(self, numbers: Sequence[int], reason: str) -> None:
         for number in numbers:
-            answered = self._open.pop(number).answered
-            if answered is not None:
-                answered.set_exception(StoreError(reason))
+            answered, _ = self._open.pop(number)
+            answered.set_exception(StoreError(reason))

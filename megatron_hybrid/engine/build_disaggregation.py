@@ -37,7 +37,7 @@ from megatron_hybrid.models.hybrid_model import HybridModel
 logger = logging.getLogger(__name__)
 
 PREFILL, DECODE = "prefill", "decode"
-ASKERS = 64  # questions under way at once: most wait for what is still computed
+ASKERS = 64  # questions for prompts' ends under way: they wait for what is still written
 # Of the fingerprint's mode what cached bytes depend on.
 OF_CACHES = """
     batch_invariant dtype conv_states_dtype ssm_states_dtype kv_dtype quantization

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain, islice, takewhile
+from itertools import islice, takewhile
 from typing import Any, TypeVar
 
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 MOST_LOOKS = 64  # under way
 MOST_LOADS = 4
-MOST_ENDED = 16  # in one step, of each kind
+MOST_ENDED = 16  # of what is written, in one step
 THREADS = "tier-ask", "tier-read", "tier-write"
 FIRST_RATE = 1e9  # bytes a second of reading, until some was measured
 MEASURED_SECONDS = 10.0  # of reading, after which earlier ones count for half
@@ -187,23 +187,21 @@ class LowerTransfers(Below):
         self._looks.append(look)
 
     def progress(self) -> list[int]:
-        looks = [_became(look.future) for look in self._looks[:MOST_ENDED]]
-        loads = [_became(load.future) for load in islice(self._loads.values(), MOST_ENDED)]
-        saves = [_became(future) for _, future in islice(self._saves, MOST_ENDED)]
-        padding = [_PENDING] * MOST_ENDED
-        lists = [(found + padding)[:MOST_ENDED] for found in (looks, loads, saves)]
-        # All of these, since they are not answered in order.
+        looks = [_became(look.future) for look in self._looks]
         aheads = [_PENDING if one.is_read else _became(one.future) for one in self._aheads.values()]
-        return [*chain(*lists, aheads), max(1, int(self.read_rate * _PARTS))]
+        loads = [_became(load.future) for load in self._loads.values()]
+        saves = [_became(future) for _, future in islice(self._saves, MOST_ENDED)]
+        return [*looks, *aheads, *loads, *saves, max(1, int(self.read_rate * _PARTS))]
 
     def end_copies(self, agreed: Sequence[int]) -> None:
         self._now = None
         if not agreed:
             return
-        looks, loads, saves = (
-            agreed[first : first + MOST_ENDED] for first in range(0, 3 * MOST_ENDED, MOST_ENDED)
+        each = iter(agreed)  # of what is under way, as `progress` has it
+        looks, aheads, loads = (
+            list(islice(each, len(some))) for some in (self._looks, self._aheads, self._loads)
         )
-        *aheads, rate = agreed[3 * MOST_ENDED :]
+        *saves, rate = each
         self._agreed_rate = rate / _PARTS
         self._go_on_ahead(aheads)  # before loads end, behind which others are asked
         self._give_up_what_is_late()

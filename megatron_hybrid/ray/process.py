@@ -7,6 +7,7 @@ import collections
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,13 +22,20 @@ HOST = "127.0.0.1"
 # The front end outlives its engine only to say what became of it: Ray starts another replica.
 RESTART_SECONDS = 1
 LAST_LINES = 20
+# Above Ray's workers' ports, and below those that the system gives to sockets that don't care: a
+# port of these, free now, may be somebody's connection by the time that a server has loaded its
+# model and listens.
+FIRST_PORT, LAST_PORT = 20_000, 29_999
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])
+    """One of this machine that nobody has now, for a server that is started later."""
+    choose = random.SystemRandom()  # the same one twice is no use, whatever else was seeded
+    while True:
+        port = choose.randint(FIRST_PORT, LAST_PORT)
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("", port))
+            return port
 
 
 def rank_environment(

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from bench.ports import free_port
+from bench.ports import free_address, free_port
 from megatron_hybrid.cache.object_store import ObjectStore
 from megatron_hybrid.cache.stores import mooncake
 from megatron_hybrid.cache.stores.mooncake import CLIENT_SETTINGS, MooncakeStore
@@ -259,7 +259,7 @@ def test_an_address_that_is_none(address: str, client: FakeClient) -> None:
 
 
 def test_a_master_that_is_not_there(client: FakeClient) -> None:
-    address = f"mooncake://127.0.0.1:{free_port()}"
+    address = f"mooncake://{free_address()}"
     with pytest.raises(ConfigurationError, match=f"{address} can't be reached"):
         MooncakeStore(address, client=client)
     assert not client.setup_args

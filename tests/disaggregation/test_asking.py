@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import pytest
 import zmq
 
-from bench.ports import free_port
+from bench.ports import free_address
 from megatron_hybrid.cache.stored_prefixes import Ending
 from megatron_hybrid.disaggregation import messages as wire
 from megatron_hybrid.disaggregation.desk import Answer, Desk, Offer, Wanted
@@ -26,7 +26,7 @@ class Both:
     """A desk with its server, and who asks there."""
 
     def __init__(self) -> None:
-        self.desk, self.address = Desk(100), f"127.0.0.1:{free_port()}"
+        self.desk, self.address = Desk(100), free_address()
         self.server = DeskServer(
             self.address, self.desk, [wire.RankMemory(b"x", 1, "")], lambda: OWN
         )
@@ -210,7 +210,7 @@ def test_what_is_no_message_harms_nobody(both: Both, caplog: pytest.LogCaptureFi
 
 
 def test_nobody_there_is_said_soon_and_not_asked_for_a_while() -> None:
-    peers, address = Peers(), f"127.0.0.1:{free_port()}"
+    peers, address = Peers(), free_address()
     begin = time.monotonic()
     with pytest.raises(StoreError, match=f"{address} does not answer.*--role prefill"):
         peers.ask(address, wire.Hello(1), 30.0)
@@ -219,7 +219,7 @@ def test_nobody_there_is_said_soon_and_not_asked_for_a_while() -> None:
     assert time.monotonic() - begin < 15.0
     peers.close()
     with pytest.raises(StoreError, match="closed"):
-        peers.ask(f"127.0.0.1:{free_port()}", wire.Hello(3), 30.0)
+        peers.ask(free_address(), wire.Hello(3), 30.0)
 
 
 def test_addresses_are_read_or_refused() -> None:

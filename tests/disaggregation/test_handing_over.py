@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("nixl_cu13", reason="needs NIXL")
-from bench.ports import free_port  # noqa: E402
+from bench.ports import free_address  # noqa: E402
 from megatron_hybrid import LLM, SamplingParams  # noqa: E402
 from megatron_hybrid.cache.block_hash import SequenceKeys  # noqa: E402
 from megatron_hybrid.cache.lower_tier import LowerTier  # noqa: E402
@@ -50,7 +50,7 @@ class Pair:
     """Both in this process, the one that computes prompts in a thread of its own."""
 
     def __init__(self, folder: str = "", **given: Any) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = free_address()
         self.prefill = LLM(
             **options(folder, role="prefill", disaggregation_listen=self.address, **given)
         )
@@ -351,7 +351,7 @@ def test_families(family: str, given: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_a_server_that_dies_costs_time_alone() -> None:
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     llm = LLM(**options(role="decode", disaggregation_peers=address))
     both = LLM(**options())
     prompts = prompts_of(both, 4)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("nixl_cu13", reason="needs NIXL")
-from bench.ports import free_port  # noqa: E402
+from bench.ports import free_address  # noqa: E402
 from megatron_hybrid import LLM  # noqa: E402
 from tests.disaggregation.engines import PREFIX, answers, options  # noqa: E402
 from tests.disaggregation.ranks_worker import long_prompt, prompts  # noqa: E402
@@ -35,7 +35,7 @@ def test_either_side_may_be_split(
     for folder in folders.values():
         folder.mkdir()
     make_tiny_model(family, folders["model"])
-    address, shared = f"127.0.0.1:{free_port()}", str(folders["shared"])
+    address, shared = free_address(), str(folders["shared"])
 
     def arguments(role: str, sizes: Sizes) -> list[str]:
         return [role, *map(str, sizes), address, str(folders["model"]), shared]

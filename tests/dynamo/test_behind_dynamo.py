@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.ports import free_port
+from bench.ports import free_address
 from megatron_hybrid import LLM, SamplingParams
 from tests.dynamo.deployment import Deployment, Worker
 from tests.server.deployed import check_chat, check_stream
@@ -228,7 +228,7 @@ def test_a_prompt_is_computed_by_one_worker_and_answered_by_another(
     tmp_path: Path, llm: LLM
 ) -> None:
     pytest.importorskip("nixl_cu13", reason="needs NIXL")
-    address, host = f"127.0.0.1:{free_port()}", ("--prefix-caching-host-gb", "0.1")
+    address, host = free_address(), ("--prefix-caching-host-gb", "0.1")
     deployment = Deployment(tmp_path)
     try:
         flags = ("--role", "prefill", "--disaggregation-listen", address)

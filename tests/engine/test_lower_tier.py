@@ -10,6 +10,7 @@ from megatron_hybrid.request import SamplingParams
 from tests.engine.symbolic import CheckedEngine, expected_answer, generate, random_tokens, run
 from tests.engine.symbolic_store import SymbolicStore
 from tests.engine.test_host_tier import ANSWER, KINDS, chats, counts, engine_with, give_up
+from tests.engine.test_read_ahead import ByHand
 
 
 def settle(engine: CheckedEngine) -> None:
@@ -129,6 +130,33 @@ def test_nobody_waits_for_a_store_that_does_not_answer() -> None:
     time[0] = 5.0
     events = run(engine)
     assert events["back"][-1].cached_tokens == 0 and refused(engine)["late"] == 1
+
+
+def test_the_last_of_many_questions_may_be_answered_first() -> None:
+    """Others go on while a store lets some wait."""
+    store, many = SymbolicStore(), 20
+    first = engine_with(store=store, pages=1000)
+    chats(first, many, 1)
+    settle(first)
+    engine = engine_with(store=store, pages=1000, max_requests=many)
+    asker = engine.context.transfers.lower._asker = ByHand()  # type: ignore[attr-defined]
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    for seed in range(many):
+        text = random_tokens(seed, 50)
+        engine.add_request(f"chat {seed}", text + expected_answer(text, ANSWER) + [5], params)
+    for _ in range(many):
+        engine.step()
+    assert len(asker.waiting) == many
+    asker.waiting.insert(0, asker.waiting.pop())
+    asker.run()
+    for _ in range(20):
+        engine.step()
+    waiting = [seed for seed in range(many) if engine.scheduler.knows(f"chat {seed}")]
+    assert waiting == list(range(many - 1))
+    while asker.waiting:
+        asker.run()
+    run(engine)
+    settle(engine)
 
 
 @pytest.mark.parametrize("what", ["abort", "reset", "update_weights"])

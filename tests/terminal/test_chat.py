@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from bench.ports import free_port
+from bench.ports import free_address, free_port
 from megatron_hybrid import cli
 from megatron_hybrid.terminal import prompt
 from megatron_hybrid.terminal.screen import Screen, clean
@@ -199,7 +199,7 @@ def test_what_lists_no_models_is_a_sentence(script, ask):
 
 
 def test_a_proxy_of_the_environment_has_no_part_on_this_machine(script, ask, monkeypatch):
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("http_proxy", f"http://{free_address()}")
     script.answers = [(200, answer("Yes"))]
     assert ask("Well?", "--no-figures") == (0, "Yes\n", "")
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 from disaggregation_proxy import Proxy
 
-from bench.ports import free_port
+from bench.ports import free_address
 from tests.server.running import http_server, wait_until
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -213,7 +213,7 @@ def test_without_a_prefill_server_the_decode_server_computes_the_prompt(
     prefill: Upstream, decode: Upstream, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill.status, prefill.pieces = status, [b'{"error": {}}']
-    gone = f"http://127.0.0.1:{free_port()}"
+    gone = f"http://{free_address()}"
     with proxy([prefill.url, gone], [decode.url]) as client:
         for _ in range(2):
             assert ask(client) == (200, {"from": "decode"})
@@ -253,7 +253,7 @@ def test_all_else_goes_to_the_first_decode_server(prefill: Upstream, decode: Ups
 
 
 def test_without_a_decode_server_the_status_is_502(prefill: Upstream) -> None:
-    with proxy([prefill.url], [f"http://127.0.0.1:{free_port()}"]) as client:
+    with proxy([prefill.url], [f"http://{free_address()}"]) as client:
         status, answer = ask(client)
         assert status == 502 and "can not be reached" in answer["error"]["message"]
 

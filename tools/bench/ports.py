@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-import socket
+from megatron_hybrid.ray.process import free_port
 
-# Below those that the system gives to sockets that don't care: a port of these, free now, may be
-# somebody's connection by the time that a server has loaded its model and listens. Some programs
-# read ports as 16 bits with a sign, too.
-FIRST, LAST = 20_000, 32_767
+__all__ = ["free_address", "free_port"]
 
 
-def free_port() -> int:
-    """One of this machine that nobody has now."""
-    choose = random.SystemRandom()  # the same one twice is no use, whatever tests have seeded
-    while True:
-        port = choose.randint(FIRST, LAST)
-        with contextlib.suppress(OSError), socket.socket() as free:
-            free.bind(("127.0.0.1", port))
-            return port
+def free_address() -> str:
+    """HOST:PORT of this machine that nobody has now."""
+    return f"127.0.0.1:{free_port()}"

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.replicas import free_port, get_json, started
+from bench.ports import free_port
+from bench.replicas import get_json, started
 
 ROOT = Path(__file__).parents[2]
 ROUTERS = {  # by the ways' names

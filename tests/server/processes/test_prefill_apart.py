@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench.ports import free_port
+from bench.ports import free_address, free_port
 from tests.server.running import ROOT, ServerProcess, wait_until
 
 pytest.importorskip("nixl_cu13", reason="needs NIXL")
@@ -31,7 +31,7 @@ def serve(*flags: str) -> ServerProcess:
 @pytest.fixture(scope="module")
 def proxy() -> Iterator[tuple[str, ServerProcess]]:
     """Its URL, and the server that computes prompts."""
-    address, port = f"{HOST}:{free_port()}", free_port()
+    address, port = free_address(), free_port()
     with (
         serve("--role", "prefill", "--disaggregation-listen", address) as prefill,
         serve("--role", "decode", "--disaggregation-peers", address) as decode,
