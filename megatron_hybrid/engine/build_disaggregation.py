@@ -28,7 +28,7 @@ from megatron_hybrid.engine.agreement import Agreement
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.fingerprint import Fingerprint
 from megatron_hybrid.engine.handovers import Handovers
-from megatron_hybrid.engine.lower_transfers import THREADS, LowerTransfers
+from megatron_hybrid.engine.lower_transfers import MOST_LOOKS, THREADS, LowerTransfers
 from megatron_hybrid.engine.transfers import HostTransfers
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.host_copies import HostCopier
@@ -37,7 +37,6 @@ from megatron_hybrid.models.hybrid_model import HybridModel
 logger = logging.getLogger(__name__)
 
 PREFILL, DECODE = "prefill", "decode"
-ASKERS = 64  # questions for prompts' ends under way: they wait for what is still written
 # Of the fingerprint's mode what cached bytes depend on.
 OF_CACHES = """
     batch_invariant dtype conv_states_dtype ssm_states_dtype kv_dtype quantization
@@ -142,7 +141,8 @@ def begin_disaggregation(
 
 
 def _threads(name: str) -> Executor:
-    return ThreadPoolExecutor(ASKERS if name == THREADS[0] else 1, name)
+    """All questions at once: their answers wait for what is still written."""
+    return ThreadPoolExecutor(MOST_LOOKS if name == THREADS[0] else 1, name)
 
 
 def _digest(model: HybridModel, fingerprint: Fingerprint, geometry: CacheGeometry) -> str:

@@ -7,14 +7,13 @@ import collections
 import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 
+from megatron_hybrid.ray.ports import free_port
 from megatron_hybrid.server.link.run_folder import RunFolder
 from megatron_hybrid.server.processes.launch import python_path
 
@@ -22,20 +21,6 @@ HOST = "127.0.0.1"
 # The front end outlives its engine only to say what became of it: Ray starts another replica.
 RESTART_SECONDS = 1
 LAST_LINES = 20
-# Above Ray's workers' ports, and below those that the system gives to sockets that don't care: a
-# port of these, free now, may be somebody's connection by the time that a server has loaded its
-# model and listens.
-FIRST_PORT, LAST_PORT = 20_000, 29_999
-
-
-def free_port() -> int:
-    """One of this machine that nobody has now, for a server that is started later."""
-    choose = random.SystemRandom()  # the same one twice is no use, whatever else was seeded
-    while True:
-        port = choose.randint(FIRST_PORT, LAST_PORT)
-        with contextlib.suppress(OSError), socket.socket() as free:
-            free.bind(("", port))
-            return port
 
 
 def rank_environment(

@@ -20,8 +20,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_hybrid.ray.arguments import Application, options_of_server
 from megatron_hybrid.ray.messages import MOST_BYTES, Asked, Head, Price, Whole
+from megatron_hybrid.ray.ports import free_port
 from megatron_hybrid.ray.pricing import Pricing
-from megatron_hybrid.ray.process import FirstRank, RankProcess, free_port, rank_environment
+from megatron_hybrid.ray.process import FirstRank, RankProcess, rank_environment
 from megatron_hybrid.ray.routes import has_prompt
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.subscription import EngineUnavailable

@@ -12,8 +12,9 @@ import pytest
 
 from megatron_hybrid.ray.arguments import options_of_server
 from megatron_hybrid.ray.messages import Price
+from megatron_hybrid.ray.ports import free_port
 from megatron_hybrid.ray.pricing import Pricing
-from megatron_hybrid.ray.process import FirstRank, free_port, rank_environment
+from megatron_hybrid.ray.process import FirstRank, rank_environment
 from megatron_hybrid.server.replicas.replica_set import ReplicaSet
 from tests.server.running import is_alive, wait_until
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_hybrid.ray.process import free_port
+from megatron_hybrid.ray.ports import free_port
 
 __all__ = ["free_address", "free_port"]
 
