@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,8 +13,7 @@ import numpy.typing as npt
 from megatron_hybrid.cache.lease import StateMove, TailCopy
 from megatron_hybrid.request import TokenLogprob
 
-# A Hugging Face folder, or tensors by their names in one.
-WeightsSource = str | Path | Mapping[str, Any] | Iterable[tuple[str, Any]]
+WeightsSource = Any  # opaque down here: of models.checkpoints.updates
 
 
 class PrefillChunk(NamedTuple):

@@ -32,7 +32,7 @@ from megatron_hybrid.kernels.compile_ahead import compiling_ahead
 from megatron_hybrid.kernels.contract import DecodeRuns
 from megatron_hybrid.layers.inputs import LayerCaches, LockstepSize, StepInputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
-from megatron_hybrid.models.checkpoints.weights import update_model
+from megatron_hybrid.models.checkpoints.updates import update_model
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
 
