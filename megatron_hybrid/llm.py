@@ -224,7 +224,9 @@ class LLM:
         """Go on after `pause`."""
         self.engine.resume()
 
-    def update_weights(self, source: WeightsSource, *, mode: str | None = None) -> int:
+    def update_weights(
+        self, source: WeightsSource, *, mode: str | None = None, version: str | None = None
+    ) -> int:
         """Overwrite the model's weights in place and empty the prefix cache; the weights' epoch,
         which counts the updates.
 
@@ -232,14 +234,15 @@ class LLM:
         Hugging Face's names, a mapping or pairs, of which some may be left out (pause first, to
         update a model in several parts). Under torchrun every rank passes whole tensors. `mode`:
         what becomes of open streams, as in `pause`; None: as the pause that holds, else "finish".
-        Paused before, it stays paused. Raises WeightsError, and changes nothing, for weights that
+        Paused before, it stays paused. `version`: what `weight_versions` of answers call the new
+        weights; None: their epoch. Raises WeightsError, and changes nothing, for weights that
         do not fit; WeightsLostError when they could be copied only in part: make a new LLM then.
         """
         was_paused = self.engine.is_paused
         if mode is not None or not was_paused:
             self.pause(mode or "finish")
         try:
-            self.engine.update_weights(source)
+            self.engine.update_weights(source, version)
         finally:
             if not was_paused:
                 self.engine.resume()
@@ -248,7 +251,7 @@ class LLM:
     @property
     def system_fingerprint(self) -> str:
         """The short name of what computes answers: device, versions, mode and weights of now."""
-        return self.engine.fingerprint.short
+        return self.engine.weights.fingerprint.short
 
     def stats(self) -> dict[str, Any]:
         """The counters of docs/prefix_cache.md."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_hybrid.values import (
     as_pairs,
@@ -361,13 +362,22 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
+class VersionSpan(NamedTuple):
+    """Tokens [start, end) of an answer are of the weights that are called so."""
+
+    version: str
+    start: int
+    end: int
+
+
 @dataclass(slots=True)
 class RequestEvent:
     """What one step did for one request; the engine's only output.
 
     `token_ids` are new since the last event. `finish_reason` is set on a request's last event,
     which comes exactly once for every choice of every submitted request. `stop_token_id` is the id
-    that ended it (that id is the last of `token_ids`). `logprobs` has one entry for each new token;
+    that ended it (that id is the last of `token_ids`). `weight_version`: of the weights that gave
+    them. `logprobs` has one entry for each new token;
     `prompt_logprobs` comes with the first token of choice 0, or the end where no token is wanted:
     one entry per prompt token from `prompt_logprobs_start` on, None for the prompt's first. `error`
     says why it failed, and `error_field` which field is to blame, if one is. With the last event
@@ -382,6 +392,7 @@ class RequestEvent:
     stop_token_id: int | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    weight_version: str = ""
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: str | None = None
@@ -414,6 +425,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: str | None = None
     counters: dict[str, int] | None = None  # what the cache did for it: see docs/prefix_cache.md
+    weight_versions: list[VersionSpan] = field(default_factory=list)  # several: see update_weights
     index: int = 0
     choices: list[RequestOutput] = field(default_factory=list, repr=False, compare=False)
 

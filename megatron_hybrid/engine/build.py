@@ -203,7 +203,7 @@ def build_engine(
     start.end_part("the rest")
     types = _dtypes(config, model_config, device)._asdict()
     chosen = {**types, "write_interval": plan.write_interval}
-    engine.fingerprint = build_fingerprint(config, model, device, chosen)
+    engine.weights.fingerprint = build_fingerprint(config, model, device, chosen)
     begin_lower_tier(config, engine, model, device)
     start.end_part("fingerprint")
     engine.statistics.start_seconds = start.parts

@@ -48,6 +48,7 @@ class DynamicInferenceContext:
         self.rows = RowTable(geometry.max_requests, max_blocks)
         self.requests: list[TrackedRequest | None] = [None] * geometry.max_requests  # by row
         self._admissions = 0
+        self.weight_version = "0"  # what answers call the weights: see EngineWeights
         self.transfers = Transfers()  # to and from host memory
 
     # ---------------------------------------------------- Megatron's names

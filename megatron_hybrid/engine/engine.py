@@ -14,18 +14,13 @@ from megatron_hybrid.cache.changes import CacheChanges
 from megatron_hybrid.cache.checkpoint_placement import CheckpointHints
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.engine.context import DynamicInferenceContext
-from megatron_hybrid.engine.fingerprint import Fingerprint
 from megatron_hybrid.engine.latency import Clock, Latencies, StepTimes
 from megatron_hybrid.engine.scheduler import Received, Scheduler
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.statistics import Statistics
 from megatron_hybrid.engine.tracked_request import TrackedRequest, stop_ids_of
-from megatron_hybrid.errors import (
-    DeviceLostError,
-    InvalidRequestError,
-    WeightsError,
-    WeightsLostError,
-)
+from megatron_hybrid.engine.weights import EngineWeights
+from megatron_hybrid.errors import DeviceLostError, InvalidRequestError
 from megatron_hybrid.execution.lockstep import Lockstep
 from megatron_hybrid.execution.plan import Launched, Runner, StepDemand, StepPlan, WeightsSource
 from megatron_hybrid.execution.random_streams import stream_seed
@@ -98,7 +93,7 @@ class DynamicInferenceEngine:
             break_at_checkpoints=break_at_checkpoints,
             speculation=speculation,
         )
-        self.fingerprint = Fingerprint()  # of whoever builds the engine
+        self.weights = EngineWeights(runner, context)
         self._seed = seed
         self._chunked_prefill = chunked_prefill
         self._log_interval = log_interval
@@ -107,7 +102,6 @@ class DynamicInferenceEngine:
         self._is_alone = is_alone
         self._submitted = 0
         self._in_flight: tuple[StepPlan, Launched] | None = None
-        self._weights_lost: str | None = None  # why nothing can be computed any more
         self._clock = clock
         self._started = clock()
         self._step_times = StepTimes()
@@ -121,8 +115,7 @@ class DynamicInferenceEngine:
         calls it, with work or without, until none has any. Raises DeviceLostError when nothing can
         be computed any more.
         """
-        if self._weights_lost is not None:
-            raise WeightsLostError(self._weights_lost)
+        self.weights.check()
         self.statistics.begin_step()
         try:
             self._step()
@@ -213,7 +206,7 @@ class DynamicInferenceEngine:
         return self._has_own_work() or (self.lockstep is not None and self.lockstep.has_work)
 
     def _has_own_work(self) -> bool:
-        lost = self._weights_lost is not None  # `step` says so
+        lost = self.weights.are_lost  # `step` says so
         return self.scheduler.has_work or self._in_flight is not None or lost
 
     def dummy_forward(self) -> None:
@@ -337,6 +330,7 @@ class DynamicInferenceEngine:
             "requests_waiting": self.scheduler.num_waiting,
             "paused": self.is_paused,
             "epoch": self.epoch,
+            "weight_version": self.weights.version,
             "started": self._started,
             **self.statistics.as_dict(),
             "kv_cached_by_age": self._step_times.count_by_age(kv, now),
@@ -398,34 +392,34 @@ class DynamicInferenceEngine:
 
     def resume(self) -> None:
         """Go on after `pause`, with those who waited in their order."""
+        if not self.weights.are_lost:
+            self.weights.check()
+        self.weights.rename()
         self.scheduler.resume()
 
-    def update_weights(self, source: WeightsSource) -> None:
+    def update_weights(self, source: WeightsSource, version: str | None = None) -> None:
         """Overwrite the model's weights between two steps, and empty the cache.
 
         `source`: a Hugging Face folder of the same model; or tensors by Hugging Face's names, whole
-        ones on every rank, of which some may be left out. What is in flight is received first;
-        answers that have begun (pause before, to let them end) go on with the new weights from the
-        KV and states that they have, and publish nothing. Raises WeightsError, and changes nothing,
-        for weights that do not fit; WeightsLostError if only a part was copied, and in every step.
+        ones on every rank, of which some may be left out. `version`: what answers call the weights
+        then. What is in flight is received first; answers that have begun (pause before, to let
+        them end) go on with the new weights from the KV and states that they have, and publish
+        nothing. Raises WeightsError, and changes nothing, for weights that do not fit;
+        WeightsLostError if only a part was copied, and in every step.
         """
-        if self._weights_lost is not None:
-            raise WeightsLostError(self._weights_lost)
+        self.come_to_rest()
+        self.weights.update(source, version)
+        if not self.is_paused:
+            self.weights.rename()
+
+    def come_to_rest(self) -> None:
+        """Receive what is in flight, and write every state that is behind its tokens."""
         try:
             self.scheduler.settle(self._receive())
         except _ResultLostError as lost:
             self._fail_everything(lost.__cause__ or lost)
         if catch_ups := self.scheduler.decodes.write_states():
             self.runner.catch_up(catch_ups)
-        try:
-            self.runner.update_weights(source)
-        except WeightsError:
-            raise
-        except BaseException as error:  # interrupted: nobody knows how far it came
-            self._weights_lost = str(error) or type(error).__name__
-            raise
-        self.context.cache.set_epoch(self.epoch + 1)
-        self.fingerprint.renew()
 
     def check_integrity(self) -> None:
         """Assert every invariant of the cache; call between steps."""

@@ -427,8 +427,7 @@ class Scheduler:
         del self._running[running.request.key]
         self._context.release(running)
 
-    @staticmethod
-    def _event(request: TrackedRequest, token_ids: list[int] | None = None) -> RequestEvent:
+    def _event(self, request: TrackedRequest, token_ids: list[int] | None = None) -> RequestEvent:
         # by position: this runs once for every token
         return RequestEvent(
             request.request_id,
@@ -438,4 +437,5 @@ class Scheduler:
             None,
             len(request.prompt),
             request.cached_tokens,
+            self._context.weight_version,
         )

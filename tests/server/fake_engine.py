@@ -91,6 +91,14 @@ class FakeTransfers:
         self.stopped.append(name)
 
 
+class FakeWeights:
+    """Like EngineWeights, without any."""
+
+    def __init__(self) -> None:
+        self.fingerprint = Fingerprint({"model": {"weights": "first"}})
+        self.version = "0"
+
+
 class FakeEngine(DynamicInferenceEngine):
     """Greedy: repeats the prompt, choice i from its token i on. Sampled: random ids from the seed.
 
@@ -131,7 +139,7 @@ class FakeEngine(DynamicInferenceEngine):
         self._broken = False
         self._pause: str | None = None
         self._epoch = 0
-        self.fingerprint = Fingerprint({"model": {"weights": "first"}})
+        self.weights: Any = FakeWeights()
         self.transfers = FakeTransfers()
         self.context: Any = SimpleNamespace(transfers=self.transfers)
 
@@ -305,7 +313,7 @@ class FakeEngine(DynamicInferenceEngine):
     def epoch(self) -> int:
         return self._epoch
 
-    def update_weights(self, source: WeightsSource) -> None:
+    def update_weights(self, source: WeightsSource, version: str | None = None) -> None:
         """A folder called "wrong" does not fit; one called "half" is copied only in part."""
         self.log.append(f"update {source}")
         if source == "wrong":
@@ -314,11 +322,16 @@ class FakeEngine(DynamicInferenceEngine):
             raise RuntimeError("The new weights were copied only in part.")
         self._cached.clear()
         self._epoch += 1
-        self.fingerprint = Fingerprint({"model": {"weights": str(source)}})
+        self.weights.version = str(self._epoch) if version is None else version
+        self.weights.fingerprint = Fingerprint({"model": {"weights": str(source)}})
 
     def _advance(self, request_id: str, index: int, one: _Running) -> RequestEvent:
         event = RequestEvent(
-            request_id, index, prompt_tokens=len(one.prompt), cached_tokens=one.cached_tokens
+            request_id,
+            index,
+            prompt_tokens=len(one.prompt),
+            cached_tokens=one.cached_tokens,
+            weight_version=self.weights.version,
         )
         if one.aborted is not None:
             event.finish_reason = one.aborted

@@ -205,6 +205,7 @@ class Fingerprint(Reply, frozen=True):
 
     short: str
     parts: dict[str, Any] = {}
+    weight_version: str = ""
 
 
 class Draining(Reply, frozen=True):

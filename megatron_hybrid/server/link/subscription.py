@@ -107,7 +107,11 @@ class Subscription:
             self.first_event = time.monotonic()
         if isinstance(item, RequestEvent) and self.whole:
             key = (item.request_id, item.index)
-            item = _merge(self._partial.pop(key, None), item)
+            earlier = self._partial.pop(key, None)
+            if earlier is not None and earlier.weight_version != item.weight_version:
+                self._queue.put(earlier)  # whose tokens are of other weights
+                earlier = None
+            item = _merge(earlier, item)
             if item.finish_reason is None:
                 self._partial[key] = item
                 return

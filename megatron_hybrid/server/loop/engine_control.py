@@ -130,7 +130,7 @@ class EngineControl:
             logger.exception("New weights could not be put in place.")
             self._refuse(client, query, str(error), 500)
         else:
-            name = engine.fingerprint.short
+            name = engine.weights.fingerprint.short
             logger.info("New weights are in place: epoch %d, %s.", engine.epoch, name)
             self.tell_of_weights()
             self._succeed(client, query)

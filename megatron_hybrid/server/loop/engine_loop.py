@@ -228,8 +228,9 @@ class EngineLoop:
         )
 
     def _fingerprint(self) -> wire.Fingerprint:
-        known = self.engine.fingerprint
-        return wire.Fingerprint(known.short, known.parts)
+        weights = self.engine.weights
+        known = weights.fingerprint
+        return wire.Fingerprint(known.short, known.parts, weights.version)
 
     def _apply(self, command: wire.Command) -> None:
         """What every rank does; the first one's client is answered."""
