@@ -173,6 +173,13 @@ class EngineConfig(Settings):
     inference_max_seq_length: int | None = option(
         None, "longest prompt and answer together; left out: the model's", least=1
     )
+    weight_transfer_timeout: int = option(
+        300,
+        "how long an update of the weights waits for a trainer that has gone silent",
+        least=1,
+        most=86_400,
+        metavar="SECONDS",
+    )
     enable_chunked_prefill: bool | None = option(
         None, "cut prompts into chunks that fit a step; always on with state caching"
     )

@@ -14,7 +14,7 @@ from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement
 from megatron_hybrid.cache.geometry import GIB, CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.config import EngineConfig
-from megatron_hybrid.engine.build_fingerprint import build_fingerprint
+from megatron_hybrid.engine import build_weights
 from megatron_hybrid.engine.build_host_memory import (
     begin_lower_tier,
     check_host_memory,
@@ -203,7 +203,7 @@ def build_engine(
     start.end_part("the rest")
     types = _dtypes(config, model_config, device)._asdict()
     chosen = {**types, "write_interval": plan.write_interval}
-    engine.weights.fingerprint = build_fingerprint(config, model, device, chosen)
+    build_weights.complete(engine.weights, config, model, device, chosen)
     begin_lower_tier(config, engine, model, device)
     start.end_part("fingerprint")
     engine.statistics.start_seconds = start.parts

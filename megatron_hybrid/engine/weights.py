@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.fingerprint import Fingerprint
 from megatron_hybrid.errors import WeightsError, WeightsLostError
 from megatron_hybrid.execution.plan import Runner, WeightsSource
+from megatron_hybrid.weight_transfer.transfers import WeightTransfers
 
 
 class EngineWeights:
@@ -15,7 +18,9 @@ class EngineWeights:
     """
 
     def __init__(self, runner: Runner, context: DynamicInferenceContext) -> None:
-        self.fingerprint = Fingerprint()  # of whoever builds the engine
+        # Of whoever builds the engine.
+        self.fingerprint = Fingerprint()
+        self.transfers: WeightTransfers | None = None
         self.is_open = False  # between `begin` and `finish`
         self._runner, self._context = runner, context
         self._lost: str | None = None  # why nothing can be computed any more
@@ -25,6 +30,10 @@ class EngineWeights:
     def version(self) -> str:
         """What answers call them: as whoever sent them said, else the epoch."""
         return self._context.weight_version
+
+    def call(self, version: str) -> None:
+        """What answers call the weights from now on."""
+        self._context.weight_version = version
 
     @property
     def are_lost(self) -> bool:
@@ -66,14 +75,28 @@ class EngineWeights:
 
     def update(self, source: WeightsSource, version: str | None = None) -> None:
         """All of it. A `source` that does not fit leaves everything as it was."""
+        self.update_from([source], version)
+
+    def update_from(self, sources: Iterable[WeightsSource], version: str | None = None) -> None:
+        """The same in pieces, of which each is known when the ones before are in place. Within an
+        update that has begun it is a part of that, and does not finish it."""
         was_open = self.is_open
         self.begin()
+        pieces = 0
         try:
-            self.put(source)
-        except WeightsError:
+            for source in sources:
+                self.put(source)
+                pieces += 1
+        except WeightsError as error:
             self.is_open = was_open
+            if pieces:
+                self._lost = (
+                    f"Of an update {pieces} pieces are in place, the next one is not: {error}"
+                )
+                raise WeightsLostError(self._lost) from error
             raise
-        self.finish(version)
+        if not was_open:
+            self.finish(version)
 
     def rename(self) -> None:
         """Have the fingerprint say what is there. Apart, since it reads all weights: an update that

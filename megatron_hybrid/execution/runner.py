@@ -171,6 +171,8 @@ class ModelRunner(Runner):
     def update_weights(self, source: WeightsSource) -> None:
         update_model(self._model, source)
         self._model.kernels.linear.weights_changed()
+        if self._last_token.is_cuda:  # who has sent them may write over what was copied
+            torch.cuda.synchronize(self._last_token.device)
 
     def _was_launched(self, demand: StepDemand) -> None:
         """A step of all ranks, or none, was."""

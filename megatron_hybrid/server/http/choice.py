@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
+from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob, VersionSpan
 from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
 from megatron_hybrid.server.http.tool_calls.formats import Call
 from megatron_hybrid.server.http.tool_calls.reader import Piece, ToolCallReader
@@ -28,6 +28,8 @@ class Delta:
     token_ids: every token that counts as generated, if the request asks for them.
     stop: the stop string that ended it.
     in_order: where there are calls, these and the text as they were said.
+    weight_versions: with the last delta, of the whole answer, if it has several or is asked for
+    them.
     """
 
     index: int
@@ -39,6 +41,7 @@ class Delta:
     reasoning: str = ""
     stop: str | None = None
     in_order: list[Piece] = field(default_factory=list)
+    weight_versions: list[VersionSpan] = field(default_factory=list)
 
 
 class Choice(AnswerText):
@@ -111,6 +114,8 @@ class Choice(AnswerText):
         logprobs = new.logprobs if with_ids else new.logprobs[: new.num_shown]
         stop = self.stop_hit
         delta = Delta(self.index, new.text, logprobs, reason, token_ids=token_ids, stop=stop)
+        if reason is not None and (self._request.return_weight_versions or len(self.versions) > 1):
+            delta.weight_versions = self.version_spans()
         if self._splitter is not None or self._reader is not None or self._on_end is not None:
             self._follow(new.token_ids[: new.num_shown], delta)
         return delta

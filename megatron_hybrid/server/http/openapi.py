@@ -25,6 +25,7 @@ from megatron_hybrid.server.http.protocol import (
     requests,
     response_answers,
     scoring,
+    weights,
 )
 from megatron_hybrid.server.http.protocol.parsing import (
     Body,
@@ -96,6 +97,14 @@ def _get(path: str, summary: str, answer: Any, *errors: int, kind: str = _JSON) 
     return Route(path, summary, answer, errors=errors, method="get", kind=kind)
 
 
+def _control(path: str, summary: str, body: Any = ()) -> Route:
+    return Route(path, summary, answers.Controlled, body, _CONTROLS)
+
+
+def _sglang(path: str, summary: str, body: Any) -> Route:
+    return Route(path, summary, answers.Succeeded, body, _CONTROLS)
+
+
 _CHAT = ("/v1/chat/completions", "Answer a chat.")
 _TEXT = ("/v1/completions", "Continue texts.")
 _MESSAGES = ("/v1/messages", "Answer a chat, in Anthropic's form.", anthropic_answers.Message)
@@ -104,8 +113,11 @@ _TOKENIZE = ("/tokenize", "Text or a chat as token ids.", answers.Tokens)
 _SCORE = ("/score_tokens", "How likely answers are behind a prompt.", answers.Scores)
 _RENDER_CHAT = (f"{_CHAT[0]}/render", "Its prompt as token ids.", answers.RenderedPrompt)
 _RENDER_TEXT = (f"{_TEXT[0]}/render", "Its prompts as token ids.", list[answers.RenderedPrompt])
-_PAUSE = ("/pause", "Start no more requests; answered when none runs.")
-_UPDATE = ("/update_weights", "Read the model's weights from a folder of the server's machine.")
+_PAUSE = "Start no more requests; answered when none runs."
+_UPDATE = "Overwrite the model's weights, from a folder or another process."
+_START = ("The updates that come are pieces of one.", weights.StartUpdateRequest)
+_FINISH = ("All pieces are there.", weights.FinishUpdateRequest)
+_GROUP = "Meet a trainer in a group through which it sends weights."
 _INFO = ("What a router wants to know: the model's name.", answers.ServerInfo)
 _MODEL_INFO = ("What a router wants to know of the model.", answers.ModelInfo)
 _LOADS = ("/v1/loads", "How much each replica has to do.", answers.Loads, 503)
@@ -171,9 +183,24 @@ ROUTES = [
     Route("/detokenize", "Token ids as text.", answers.Text, requests.DetokenizeRequest, _ASKS),
     Route("/abort", "End an answer early.", answers.Aborted, requests.AbortRequest, _ASKS),
     Route("/reset_prefix_cache", "Forget every cached prefix.", answers.Done, errors=_ASKS),
-    Route(*_PAUSE, answers.Controlled, requests.PauseRequest, _CONTROLS),
-    Route("/resume", "Go on after a pause.", answers.Controlled, requests.ResumeRequest, _CONTROLS),
-    Route(*_UPDATE, answers.Controlled, requests.UpdateWeightsRequest, _CONTROLS),
+    _control("/pause", _PAUSE, weights.PauseRequest)._replace(query=weights.PauseQuery),
+    _control("/resume", "Go on after a pause.", weights.ResumeRequest),
+    _control("/update_weights", _UPDATE, weights.UpdateWeightsRequest),
+    _control("/update_weight_version", "Name the weights.", weights.NameWeightsRequest),
+    *(_control(f"/{one}_weight_update", *_START) for one in ("start", "begin")),
+    *(_control(f"/{one}_weight_update", *_FINISH) for one in ("finish", "end")),
+    _control("/init_weight_transfer_engine", _GROUP, weights.InitTransferRequest),
+    _control("/shutdown_weight_transfer_engine", "Leave that group."),
+    _control("/init_broadcaster", _GROUP, weights.InitBroadcasterRequest),
+    _get("/is_paused", "Whether requests wait for /resume.", answers.Paused, 403, 503),
+    _get("/weight_info", "What answers call the weights.", answers.WeightInfo, 403, 503),
+    _sglang("/pause_generation", _PAUSE, weights.PauseGenerationRequest),
+    _sglang("/continue_generation", "Go on after a pause.", weights.ResumeRequest),
+    _sglang("/init_weights_update_group", _GROUP, weights.InitGroupRequest),
+    _sglang("/destroy_weights_update_group", "Leave it.", weights.DestroyGroupRequest),
+    _sglang("/update_weights_from_distributed", _UPDATE, weights.FromDistributedRequest),
+    _sglang("/update_weights_from_tensor", _UPDATE, weights.FromTensorRequest),
+    _sglang("/update_weights_from_disk", _UPDATE, weights.FromDiskRequest),
 ]
 
 

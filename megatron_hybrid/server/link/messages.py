@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from megatron_hybrid.request import CONTEXT_FLAG, FinishReason, RequestEvent, SamplingParams
+from megatron_hybrid.weight_transfer import requests as weight_transfer
 
 
 class Command(msgspec.Struct, tag=True, frozen=True):
@@ -106,12 +107,45 @@ class Resume(Query, frozen=True):
 
 
 class UpdateWeights(Query, frozen=True):
-    """Read the model's weights from a folder when what runs has been treated as by Pause; a mode
-    of "": as by the pause that holds, or "finish". The cache is emptied. Paused before: stays
-    paused; else goes on. Answered with the new `epoch`."""
+    """Overwrite the model's weights when what runs has been treated as by Pause; a mode of "": as
+    by the pause that holds, or "finish". The cache is emptied. Paused before: stays paused; else
+    goes on. Answered with the new `epoch` and `weight_version`. Between BeginUpdate and
+    FinishUpdate it is one piece of several. version: what answers call the weights then."""
 
-    folder: str
-    mode: str
+    source: weight_transfer.Source
+    mode: str = ""
+    version: str | None = None
+
+
+class BeginUpdate(Query, frozen=True):
+    """Pause as `mode` says and stay so: an update in several pieces comes."""
+
+    mode: str = ""
+
+
+class FinishUpdate(Query, frozen=True):
+    """All pieces are there. Goes on, unless it was paused before BeginUpdate."""
+
+    version: str | None = None
+
+
+class NameWeights(Query, frozen=True):
+    """What answers call the weights from now on, which stay as they are."""
+
+    version: str
+
+
+class OpenGroup(Query, frozen=True):
+    """Make a group with a trainer, which does the same: answered when it has come about. Until then
+    what runs stands still."""
+
+    group: weight_transfer.TransferGroup
+
+
+class CloseGroup(Query, frozen=True):
+    """Leave a group with a trainer; the result says whether there was one of that `name`."""
+
+    name: str
 
 
 class Stop(Command, frozen=True):
@@ -249,7 +283,9 @@ class EngineEnded(Reply, frozen=True):
     reason: str
 
 
-AnyQuery = GetStats | AbortAnswers | ResetPrefixCache | Pause | Resume | UpdateWeights
+WeightsQuery = UpdateWeights | BeginUpdate | FinishUpdate | NameWeights
+ControlQuery = Pause | Resume | WeightsQuery | OpenGroup | CloseGroup
+AnyQuery = GetStats | AbortAnswers | ResetPrefixCache | ControlQuery
 AnyCommand = Join | Joined | Left | AddRequest | AbortRequest | AnyQuery
 CoordinatorCommand = Place | Moved | Started | Ended
 AnyReply = (

@@ -244,14 +244,14 @@ class EngineLoop:
                 self._requests.go_on(request_id)
             case wire.AbortRequest():
                 self._requests.abort(command)
-            case wire.Pause() | wire.Resume() | wire.UpdateWeights():
-                self._control.take(client, command)  # which answers
             case wire.ResetPrefixCache(query_id):
                 self.engine.reset_prefix_cache()
                 self._send(client, wire.Result(query_id))
             case wire.AbortAnswers(query_id, http_request):
                 values = {"aborted": self._requests.abort_all_of(http_request)}
                 self._send(client, wire.Result(query_id, values))
+            case _ if isinstance(command, wire.ControlQuery):
+                self._control.take(client, command)  # which answers
 
     def _step(self) -> bool:
         """One engine step and its events; False when the engine cannot go on."""

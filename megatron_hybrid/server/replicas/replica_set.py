@@ -254,6 +254,8 @@ def _sum(name: str, values: list[Any]) -> Any:
         return _merged(values) if "buckets" in first else sum_stats(values)
     if isinstance(first, (list, tuple)):
         return _sum_pairs(values)
+    if isinstance(first, str):
+        return ", ".join(dict.fromkeys(values))
     return sum(values)
 
 

@@ -27,6 +27,8 @@ _DEEPER = (
     *("input", "text", "max_output_tokens"),
     *("thinking_token_budget", "thinking_budget", "custom_params"),
     *("json_schema", "regex", "ebnf", "truncate_prompt_tokens"),
+    *("weight_dir", "update_info", "init_info", "host", "group_name", "names", "model_path"),
+    *("serialized_named_tensors", "body"),
 )
 
 

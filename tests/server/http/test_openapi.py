@@ -14,6 +14,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from megatron_hybrid.server.http.openapi import path_of
+from megatron_hybrid.server.keys import CONTROL_PATHS
 from tests.server.running import ROOT, ServerProcess
 from tests.thorough import usually
 
@@ -23,7 +24,7 @@ EXAMPLES = os.environ.get("SCHEMATHESIS_EXAMPLES", usually("3", "5"))
 FAKE = ("-m", "tests.server.fake_server", "--tokenizer")
 # They take the same bodies as the routes beside them.
 LEFT_OUT = usually("^/v1/messages/count_tokens$|/render$", "^$")
-CONTROL = "^/(pause|resume|update_weights)$"
+CONTROL = f"^({'|'.join(path for path in CONTROL_PATHS if path != '/reset_prefix_cache')})$"
 KEY = "a-key"
 # Importing it takes longer than some runs.
 RUNS = """

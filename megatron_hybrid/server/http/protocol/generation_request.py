@@ -47,6 +47,7 @@ class GenerationRequest:
     cache_checkpoints: tuple[int, ...]
     timeout: float | None = None  # seconds
     return_token_ids: bool = False
+    return_weight_versions: bool = False
     # Of the prompt, which the others are not part of; -1: as many as leave room for the answer.
     last_tokens: int | None = None
     show_special: bool = False  # special tokens are part of the text
@@ -294,6 +295,7 @@ def _generation(
         cache_checkpoints=tuple(body.cache_checkpoints or ()),
         timeout=body.timeout,
         return_token_ids=bool(body.return_token_ids),
+        return_weight_versions=bool(body.return_weight_versions),
         last_tokens=body.truncate_prompt_tokens,
         show_special=body.skip_special_tokens is False,
         show_stop=bool(body.include_stop_str_in_output),
