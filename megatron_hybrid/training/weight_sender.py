@@ -116,8 +116,9 @@ class WeightSender:
     def close(self) -> None:
         """Leave the group."""
         if self._group is not None:
-            self._ask("/destroy_weights_update_group", {"group_name": GROUP})
-            self._group.close()
+            bodies = [{"group_name": GROUP}] * len(self._urls)
+            with self._asking("/destroy_weights_update_group", bodies):
+                self._group.close()
             self._group = None
         self._pool.shutdown()
 

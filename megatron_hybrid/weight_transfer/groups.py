@@ -77,7 +77,7 @@ class TorchGroup:
     ) -> None:
         """`seconds`: how long to wait, for the others and for what they send. `store`: in which
         they meet; None: the one at that address. Raises WeightsError if no group comes about."""
-        self._seconds = seconds
+        self._seconds, self._backend = seconds, backend
         # A rank 0's store has to live as long as the group.
         self._store = meet(address, seconds, multi_tenant=True) if store is None else store
         try:
@@ -112,7 +112,10 @@ class TorchGroup:
 
     def close(self) -> None:
         """As TransferGroup."""
-        self._group.shutdown()
+        if self._backend == "nccl":
+            self._group.abort()  # `shutdown` waits for the others, who may be gone
+        else:
+            self._group.shutdown()
         c10d._world.pg_names.pop(self._group, None)
         c10d._world.pg_map.pop(self._group, None)
 
