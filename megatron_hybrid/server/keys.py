@@ -17,7 +17,7 @@ from megatron_hybrid.errors import ConfigurationError
 API_KEY_VARIABLE = "MEGATRON_HYBRID_API_KEY"
 ADMIN_KEY_VARIABLE = "MEGATRON_HYBRID_ADMIN_API_KEY"
 # They stop, change or slow down the server for everybody.
-CONTROL_PATHS = ("/pause", "/resume", "/update_weights", "/reset_prefix_cache")
+CONTROL_PATHS = ("/pause", "/resume", "/update_weights", "/reset_prefix_cache", "/flush_cache")
 MAX_NAME_LENGTH = 64
 MAX_KEY_LENGTH = 1024
 _SENDABLE = re.compile(r"[\x21-\x7e]+")  # what a header takes, and no spaces
@@ -60,7 +60,6 @@ class KeyRing:
     """The keys of a server. `salted`: each has a salt of its own."""
 
     def __init__(self, keys: Sequence[ApiKey], *, salted: bool = False) -> None:
-        self.has_admins = any(key.admin for key in keys)
         self._callers = [
             (digest, Caller(key.name, key.admin, _secret(key.key) if salted else b"", digest))
             for key in keys

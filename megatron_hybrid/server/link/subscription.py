@@ -52,6 +52,8 @@ class Subscription:
     on_first: Callable[[str], None] = lambda name: None
     first_event: float | None = None  # with tokens, or the last: when it came, by `time.monotonic`
     fingerprint: wire.Fingerprint | None = None  # of what has computed it
+    # of each answer so far: versions of the weights, one after the other, and tokens of each
+    weights: dict[AnswerKey, list[tuple[str, int]]] = field(default_factory=dict)
     handover_address: str = ""  # where that replica hands over what it has computed
     open_answers: set[AnswerKey] = field(default_factory=set)
     _begun: set[str] = field(default_factory=set)  # engine requests of which an event has come
@@ -105,6 +107,8 @@ class Subscription:
             self.on_first(item.request_id)
         if self.first_event is None and isinstance(item, RequestEvent) and item.has_news:
             self.first_event = time.monotonic()
+        if isinstance(item, RequestEvent) and item.token_ids:
+            self._note_weights(item)
         if isinstance(item, RequestEvent) and self.whole:
             key = (item.request_id, item.index)
             item = _merge(self._partial.pop(key, None), item)
@@ -112,6 +116,15 @@ class Subscription:
                 self._partial[key] = item
                 return
         self._queue.put(item)
+
+    def _note_weights(self, event: RequestEvent) -> None:
+        now, new = self.client.fingerprint, len(event.token_ids)
+        version = "" if now is None else now.weight_version
+        known = self.weights.setdefault((event.request_id, event.index), [])
+        if known and known[-1][0] == version:
+            known[-1] = version, known[-1][1] + new
+        else:
+            known.append((version, new))
 
     def _checked(self, item: Delivery) -> RequestEvent:
         if not isinstance(item, RequestEvent):
