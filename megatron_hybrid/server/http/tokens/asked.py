@@ -45,9 +45,11 @@ class Words(NamedTuple):
         """What the client calls a field; others keep their name."""
         if field in self.outside:
             return self.outside[field]
-        if field in self.inside or field in _SAMPLING or field.startswith(_FORMS):
-            return self.path + self.inside.get(field, field)
-        return field
+        for ours, theirs in self.inside.items():
+            if field == ours or field.startswith(f"{ours}."):
+                return self.path + theirs + field.removeprefix(ours)
+        is_sampling = field in _SAMPLING or field.startswith(_FORMS)
+        return self.path + field if is_sampling else field
 
 
 @dataclass(frozen=True, slots=True)
