@@ -367,12 +367,13 @@ class RequestEvent:
 
     `token_ids` are new since the last event. `finish_reason` is set on a request's last event,
     which comes exactly once for every choice of every submitted request. `stop_token_id` is the id
-    that ended it (that id is the last of `token_ids`). `logprobs` has one entry for each new token;
-    `prompt_logprobs` comes with the first token of choice 0, or the end where no token is wanted:
-    one entry per prompt token from `prompt_logprobs_start` on, None for the prompt's first. `error`
-    says why it failed, and `error_field` which field is to blame, if one is. With the last event
-    come `counters` (see docs/prefix_cache.md). With the first token come the seconds that it waited
-    until it ran, which the last event has again, and those from there to this token.
+    that ended it (that id is the last of `token_ids`). `logprobs` has one entry for each new token,
+    a plain number where only the chosen tokens' are wanted; `prompt_logprobs` comes with the first
+    token of choice 0, or the end where no token is wanted: one entry per prompt token from
+    `prompt_logprobs_start` on, None for the prompt's first. `error` says why it failed, and
+    `error_field` which field is to blame, if one is. With the last event come `counters` (see
+    docs/prefix_cache.md). With the first token come the seconds that it waited until it ran, which
+    the last event has again, and those from there to this token.
     """
 
     request_id: str
@@ -382,7 +383,7 @@ class RequestEvent:
     stop_token_id: int | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[TokenLogprob | float] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: str | None = None
     error_field: str | None = None
@@ -394,6 +395,13 @@ class RequestEvent:
     def has_news(self) -> bool:
         """Whether it says more than that the request was taken."""
         return bool(self.token_ids) or self.finish_reason is not None
+
+    def token_logprobs(self) -> list[TokenLogprob]:
+        """Of each new token, all in one form; none if they are not wanted."""
+        return [
+            TokenLogprob(token, one) if isinstance(one, float) else one
+            for token, one in zip(self.token_ids, self.logprobs or (), strict=False)
+        ]
 
 
 @dataclass(slots=True)

@@ -72,7 +72,7 @@ class AnswerText:
             self.finish_reason, self.stop_reason = event.finish_reason, event.stop_token_id
             used += hides_end
         self.completion_tokens += used
-        return NewText(text, event.token_ids[:used], num_shown, (event.logprobs or [])[:used])
+        return NewText(text, event.token_ids[:used], num_shown, event.token_logprobs()[:used])
 
     def _shows_end(self, token_id: int) -> bool:
         """Whether this id, which ended the answer, is part of its text."""
