@@ -129,7 +129,8 @@ class SamplingParams:
     thinking_token_budget: after so many tokens of thoughts the mark comes that ends them, with 0 at
         once; None: when the model wants. LLM and the server take a number; the engine has to be
         told what thoughts are (see text/thinking.py).
-    Log-probabilities are the model's own, before any of these.
+    Log-probabilities are the model's own, before any of these; with `tempered_logprobs` those of
+        the answer are after its temperature, where 0 counts as 1, and before all else.
     n: answers to the same prompt; each draws from its own stream of the seed, the first one as with
         n = 1. The prompt is computed once.
     """
@@ -156,10 +157,11 @@ class SamplingParams:
     min_tokens: int = 0
     grammar: Grammar | None = None
     thinking_token_budget: int | ThinkingBudget | None = None
+    tempered_logprobs: bool = False
 
     def __post_init__(self) -> None:
         """Tuples and plain numbers, where the values can be turned into them."""
-        for name in (*_NUMBERS, *_WHOLE_NUMBERS, "ignore_eos", "thinking_token_budget"):
+        for name in (*_NUMBERS, *_WHOLE_NUMBERS, *_FLAGS, "thinking_token_budget"):
             value = getattr(self, name)
             if type(value) not in _PLAIN_TYPES:
                 object.__setattr__(self, name, plain(value))
@@ -176,8 +178,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_NONE:
                 check_integer(name, value, least, most)
-        if not isinstance(self.ignore_eos, bool):
-            raise wrong("ignore_eos", f"is {show(self.ignore_eos)}; it must be true or false")
+        for name in _FLAGS:
+            if not isinstance(value := getattr(self, name), bool):
+                raise wrong(name, f"is {show(value)}; it must be true or false")
         check_tuple("stop", self.stop, "text, or a sequence of texts")
         for text in self.stop:
             validate_text("stop", text)
@@ -310,6 +313,7 @@ _WHOLE_NUMBERS = {
     "prompt_logprobs_start": (0, MAX_TOKENS),
     "min_tokens": (0, MAX_TOKENS),
 }
+_FLAGS = ("ignore_eos", "tempered_logprobs")
 _MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 _PLAIN_TYPES = (float, int, type(None), bool, Unasked, ThinkingBudget)
 

@@ -108,7 +108,8 @@ class Sampler:
             if len(wanted) < count:
                 at = upload(wanted, logits.device)
                 theirs, chosen = logits[at], tokens[at]
-            own = self._logprobs(theirs, chosen, table.logprobs[rows[wanted]], rows[wanted])
+            who = rows[wanted]
+            own = self._logprobs(self._tempered(theirs, who), chosen, table.logprobs[who], who)
         asking = [(c, c.logprob_targets) for c in plan.prefills if c.logprob_targets is not None]
         if asking:
             targets = np.concatenate([targets for _, targets in asking]).astype(np.int64)
@@ -177,6 +178,16 @@ class Sampler:
         if self._parallel.pipeline.size > 1:
             figures = self._spread(figures)
         return _Logprobs(download(tokens), download(figures), counts, rows)
+
+    def _tempered(self, logits: Tensor, rows: Ints) -> Tensor:
+        """logits [n, vocabulary] of rows [n], divided by the temperatures of those that want their
+        log-probabilities so."""
+        temperature = self._rows.temperature[rows]
+        is_one = ~self._rows.tempered[rows] | (temperature == 0)
+        divisor = np.where(is_one, np.float32(1), temperature)
+        if (divisor == 1).all():
+            return logits
+        return logits / upload(divisor, logits.device)[:, None]
 
     def _choose(
         self,

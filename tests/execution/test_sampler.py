@@ -132,6 +132,24 @@ def test_logprobs_are_of_the_models_distribution_whatever_the_temperature():
     assert [token for token, _ in found.logprobs[2][0].top] == [3, 1]
 
 
+def test_logprobs_may_be_those_after_the_temperature() -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(4))
+    temperature = np.asarray([0.3, 0.3, 0.0, 1.7], dtype=np.float32)
+    rows = table(4, tempered=[True, False, True, True], logprobs=np.asarray([2, 2, 0, 2]))
+    rows.temperature[:] = temperature
+    found = sample(logits, rows).logprobs
+    for row, divisor in enumerate([0.3, 1.0, 1.0, 1.7]):  # greedy ones are as with 1
+        truth = torch.log_softmax(logits[row].double() / divisor, -1)
+        (entry,) = found[row]
+        assert entry.logprob == pytest.approx(truth[entry.token_id].item(), abs=1e-5)
+        for token, logprob in entry.top:
+            assert logprob == pytest.approx(truth[token].item(), abs=1e-5)
+    rows.logprobs[:] = 0
+    assert {row: entries[0].logprob for row, entries in found.items()} == {
+        row: number for row, (number,) in sample(logits, rows).logprobs.items()
+    }
+
+
 def test_those_of_chosen_tokens_alone_are_numbers_and_rank_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -47,12 +47,15 @@ class TokenAnswers(Answers):
             each=[one.generation for one in prompts],
         )
 
-    def _weight_versions(self, index: int) -> list[tuple[str, int]]:
-        """As `Generation.weight_versions`; tokens behind a stop string are none of the answer's."""
-        left, spans = self._choices[index].completion_tokens, []
+    def _weight_versions(self, index: int) -> list[Chunk]:
+        """Which weights have computed which tokens of an answer."""
+        spans: list[Chunk] = []
+        start, length = 0, self._choices[index].completion_tokens
         for version, tokens in self._generation.weight_versions(index):
-            spans.append((version, min(tokens, left)))
-            left -= spans[-1][1]
+            end = min(start + tokens, length)  # none behind a stop string
+            if start < end:
+                spans.append({"version": version, "start": start, "end": end})
+            start = end
         return spans
 
     def last_events(self) -> bytes:

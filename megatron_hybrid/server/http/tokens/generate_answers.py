@@ -15,7 +15,7 @@ from megatron_hybrid.server.http.streaming import Chunk
 from megatron_hybrid.server.http.tokens.answers import TokenAnswers, event
 from megatron_hybrid.server.http.tokens.generate_body import PreparedGenerate
 
-ABORTED = "The request was aborted."
+ABORTED = "Aborted"  # as SGLang says
 Entry = tuple[float | None, int, str | None]  # log-probability, token id, its text
 
 
@@ -70,6 +70,7 @@ class GenerateAnswers(TokenAnswers):
             meta |= self._logprobs(delta, so_far)
         if delta.finish_reason is not None:
             meta["e2e_latency"] = generation.seconds(delta.index)
+            meta["weight_versions"] = self._weight_versions(delta.index)
         answer: Chunk = {"text": so_far.text, "output_ids": so_far.token_ids, "meta_info": meta}
         if self._form.with_prompt:
             answer["prompt_token_ids"] = prompt.token_ids.tolist()

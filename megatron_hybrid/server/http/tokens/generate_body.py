@@ -48,6 +48,7 @@ from megatron_hybrid.server.http.tokens.asked import AskedPrompt, PreparedPrompt
 from megatron_hybrid.server.options import ParseOptions
 
 MAX_NEW_TOKENS = 128  # SGLang's default
+GREEDY_BELOW = 1e-6  # temperatures, as SGLang has it
 SAMPLING = "sampling_params"
 _PLAIN = SamplingParams()
 _OnlyFalse, _OnlyZero, _OnlyOne, _OnlyEmpty = only(False), only(0), only(1), only([], "")
@@ -148,6 +149,7 @@ class GenerateRequest(Body):
         holds too. Not SGLang's.
     lora_path: The adapter's name; for each prompt.
     max_thinking_tokens: A budget of thoughts, as in sampling_params.custom_params.
+    http_worker_ipc: Changes nothing: it is between SGLang's own processes.
     session_id: Changes nothing: equal beginnings of prompts are found by themselves.
     conversation_id: The same.
     routing_key: Changes nothing here; routers read it.
@@ -187,6 +189,7 @@ class GenerateRequest(Body):
     lora_path: Name | list[Name | None] | None = None
     max_thinking_tokens: Budget | None = None
 
+    http_worker_ipc: Name | None = None
     session_id: Name | None = None
     conversation_id: Name | None = None
     routing_key: Name | None = None
@@ -210,6 +213,7 @@ class GenerateRequest(Body):
     routed_experts_start_len: _OnlyZero | None = None
     return_indexer_topk: _OnlyFalse | None = None
     return_sampling_mask: _OnlyFalse | None = None
+    sampling_logprobs_mode: Unsupported | None = None
     return_flat_raw_top_logprobs: _OnlyFalse | None = None
     return_flat_raw_top_logprobs_b64: _OnlyFalse | None = None
     return_hidden_states: _OnlyFalse | None = None
@@ -285,13 +289,9 @@ def parse_generate(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -
         raw = given[index] if is_list else given
         with words.used():
             wanted = _wanted(body, one, tops[index] if with_logprobs[index] else None, raw, options)
-            if with_logprobs[index] and starts[index] >= 0:
-                params = replace(
-                    wanted.params,
-                    prompt_logprobs=tops[index],
-                    prompt_logprobs_start=starts[index],
-                )
-                wanted = replace(wanted, params=params)
+            if with_logprobs[index]:
+                start, top = starts[index], tops[index]
+                wanted = replace(wanted, params=_as_sglangs(wanted.params, start, top))
         name = f"{field}[{index}]" if several else field
         asked.append(AskedPrompt(name, prompt, replace(wanted, called=names[index]), words))
     form = GenerateForm(
@@ -328,6 +328,8 @@ def _wanted(
         for name in GenerateSampling.__struct_fields__
         if name in AnswerRequest.__struct_fields__ and name not in _NOT_TAKEN_OVER
     }
+    if sampling.temperature is not None and sampling.temperature < GREEDY_BELOW:
+        same["temperature"] = 0.0
     answer = AnswerRequest(
         **same,
         min_tokens=sampling.min_new_tokens,
@@ -350,6 +352,15 @@ def _wanted(
         logprobs=logprobs,
         thinking_token_budget=_thinking_budget(body, sampling),
     )
+
+
+def _as_sglangs(params: SamplingParams, start: int, top: int) -> SamplingParams:
+    """With log-probabilities: those of an answer are of what it is drawn from, those of the prompt,
+    from `start` on, the model's own."""
+    params = replace(params, tempered_logprobs=True)
+    if start < 0:
+        return params
+    return replace(params, prompt_logprobs=top, prompt_logprobs_start=start)
 
 
 # They mean something else in an AnswerRequest, or are refused there.

@@ -66,17 +66,9 @@ class InferenceAnswers(TokenAnswers):
             "logprobs": logprobs,
             "finish_reason": reason,
             "stop_reason": choice.stop_reason if reason == FinishReason.STOP.value else None,
-            "weight_versions": self._spans(delta.index) if reason is not None else None,
+            "weight_versions": self._weight_versions(delta.index) if reason is not None else None,
             "routed_experts": None,
         }
-
-    def _spans(self, index: int) -> list[Chunk]:
-        spans: list[Chunk] = []
-        for version, tokens in self._weight_versions(index):
-            start = spans[-1]["end"] if spans else 0
-            if tokens:
-                spans.append({"version": version, "start": start, "end": start + tokens})
-        return spans
 
     def _prompt_logprobs(self) -> list[Chunk | None] | None:
         """By token id, the prompt's own first."""

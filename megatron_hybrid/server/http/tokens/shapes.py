@@ -11,6 +11,10 @@ from megatron_hybrid.server.http.protocol.answers import Count, Usage, optional,
 _ENTRY = says(
     tuple[float | None, Count, str | None], "Log-probability, token id, and its text if asked for."
 )
+_SPANS = says(
+    list[shape("WeightSpan", version=str, start=Count, end=Count)],  # type: ignore[misc]
+    "Which weights have computed which tokens, once it has ended.",
+)
 _LOGPROBS = "Only if return_logprob was true."
 _TOPS = "Only if top_logprobs_num was given, too."
 Generated = shape(
@@ -39,6 +43,7 @@ Generated = shape(
         completion_tokens=Count,
         cached_tokens=optional(says(Count, "Prompt tokens that were not computed.")),
         weight_version=says(str, "Of the weights that have computed its last token."),
+        weight_versions=optional(_SPANS),
         e2e_latency=optional(says(float, "Seconds, once it has ended.")),
         input_token_logprobs=optional(says(list[_ENTRY], _LOGPROBS)),
         output_token_logprobs=optional(says(list[_ENTRY], _LOGPROBS)),
@@ -71,10 +76,7 @@ _CHOICE: dict[str, Any] = {
     )
     | None,
     "stop_reason": says(int | str | None, "The id or the string that ended it."),
-    "weight_versions": says(
-        list[shape("WeightSpan", version=str, start=Count, end=Count)] | None,  # type: ignore[misc]
-        "Which weights have computed which tokens; null in events before the last.",
-    ),
+    "weight_versions": _SPANS | None,
     "routed_experts": None,
 }
 _REASON = Literal["stop", "length", "abort"]

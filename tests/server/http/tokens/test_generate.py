@@ -35,6 +35,7 @@ def test_one_prompt_is_answered_by_an_object(http: FlaskClient, tokenizer: Token
         "completion_tokens": 3,
         "cached_tokens": 0,
         "weight_version": "0",
+        "weight_versions": [{"version": "0", "start": 0, "end": 3}],
     }
 
 
@@ -163,6 +164,17 @@ def test_the_likeliest_and_those_of_the_prompt_come_where_they_are_asked_for(
     assert engine.added[1].params.prompt_logprobs_start == 1
     generate(http, logprob_start_len=1)
     assert engine.added[2].params.prompt_logprobs is None
+
+
+def test_those_of_an_answer_are_after_its_temperature(
+    http: FlaskClient, engine: FakeEngine
+) -> None:
+    warm = sampling(temperature=0.7)
+    generate(http, sampling_params=warm, return_logprob=True, logprob_start_len=0)
+    generate(http, sampling_params=warm)
+    generate(http, sampling_params=sampling(temperature=1e-7), return_logprob=True)
+    assert [added.params.tempered_logprobs for added in engine.added] == [True, False, True]
+    assert [added.params.greedy for added in engine.added] == [False, False, True]
 
 
 def test_a_batch_says_of_each_prompt_what_it_wants(http: FlaskClient, engine: FakeEngine) -> None:

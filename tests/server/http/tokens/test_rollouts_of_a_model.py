@@ -33,7 +33,7 @@ def completed(http: FlaskClient, **body: Any) -> Any:
     return answer.get_json()["choices"]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_and_log_probabilities_are_those_of_completions(
     reference_http: FlaskClient, temperature: float
 ) -> None:
@@ -67,6 +67,23 @@ def test_tokens_and_log_probabilities_are_those_of_completions(
         tops = [sorted(top.values()) for top in want["logprobs"]["top_logprobs"]]
         for likely, top in zip(answer["meta_info"]["output_top_logprobs"], tops, strict=True):
             assert sorted(entry[0] for entry in likely) == pytest.approx(top, abs=1e-6)
+
+
+def test_those_of_a_temperature_are_of_what_tokens_are_drawn_from(
+    reference_http: FlaskClient,
+) -> None:
+    warm: dict[str, Any] = {"temperature": 1.5, "top_k": 20}
+    (plain,) = infer(reference_http, PROMPT, max_tokens=9, seed=5, logprobs=2, **warm)["choices"]
+    params = {"max_new_tokens": 9, "sampling_seed": 5, "ignore_eos": True, **warm}
+    found = generate(
+        reference_http, PROMPT, sampling_params=params, return_logprob=True, top_logprobs_num=2
+    )
+    assert found["output_ids"] == plain["token_ids"]
+    likely = found["meta_info"]["output_top_logprobs"]
+    for entry, (first, second) in zip(plain["logprobs"]["content"], likely, strict=True):
+        own = {one["token_id"]: one["logprob"] for one in entry["top_logprobs"]}
+        apart = (own[first[1]] - own[second[1]]) / 1.5
+        assert first[0] - second[0] == pytest.approx(apart, abs=1e-5)
 
 
 def test_those_of_a_prompt_are_those_of_an_echo(reference_http: FlaskClient) -> None:
