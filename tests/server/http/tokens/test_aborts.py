@@ -13,9 +13,11 @@ import pytest
 from flask.testing import FlaskClient
 
 from megatron_hybrid.server.http.app import create_app
+from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.http.tokens import health
 from megatron_hybrid.server.keys import ApiKey
 from megatron_hybrid.server.options import ServerOptions
+from megatron_hybrid.server.replicas.replica_set import ReplicaSet
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.conftest import RunningLoop
 from tests.server.fake_engine import FakeEngine
@@ -110,6 +112,43 @@ def test_all_answers_of_all_routes_end(http: FlaskClient, begin: Begin) -> None:
         ]
     assert [one if isinstance(one, str) else one["type"] for one in reasons] == ["abort"] * 4
     assert aborted(http, abort_all=True, rid="x", abort_message="why", finished_reason={}) == 0
+
+
+def test_those_of_every_replica_end_and_its_cache_is_flushed(
+    running: RunningLoop,
+    tokenizer: Tokenizer,
+    options: ServerOptions,
+    background: ThreadPoolExecutor,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    other = RunningLoop(
+        FakeEngine(tokenizer.vocab_size, tokenizer.eos_token_ids), tmp_path_factory.mktemp("s")
+    )
+    both = ReplicaSet([running.endpoint, other.endpoint])
+    both.join("http://nowhere")
+    wait_until(lambda: all(client.ready for client in both.clients))
+    http = create_app(Serving(both, tokenizer, options)).test_client()
+    answers = []
+    for loop in (running, other):
+        loop.engine.step_seconds = 0.02
+        loop.engine._cached.add(("", (5,)))
+        alone = create_app(loop.serve(tokenizer, options)).test_client()
+        body = generate_body(sampling_params=LONG)
+        answers.append(background.submit(alone.post, GENERATE, json=body))
+        wait_until(lambda loop=loop: loop.engine._generated > 1)  # type: ignore[misc]
+    refused = http.get("/flush_cache")
+    assert refused.status_code == 400 and all(one.engine._cached for one in (running, other))
+    assert aborted(http, abort_all=True) == 2
+    for answer in answers:
+        assert answer.result(10).get_json()["meta_info"]["finish_reason"]["type"] == "abort"
+    assert http.get("/flush_cache").status_code == 200
+    assert not running.engine._cached and not other.engine._cached
+    # Until both have new weights, these are not the server's.
+    assert alone.post("/update_weights", json={"path": "b"}).status_code == 200
+    wait_until(lambda: {one.epoch for one in both.fingerprints().values()} == {0, 1})
+    assert http.get("/weight_version").get_json() == {"weight_version": "0"}
+    both.close()
+    other.close()
 
 
 def test_a_stream_ends_with_what_there_is(http: FlaskClient, begin: Begin) -> None:
