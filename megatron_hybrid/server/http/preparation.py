@@ -248,7 +248,7 @@ class Preparation:
         asked = parse_inference(parse_body(body), self.options)
         self._check_model(asked.model)
         prompt = self._in_tokens(asked.prompt, engine, caller)
-        return PreparedInference(prompt, asked.with_prompt)
+        return PreparedInference([prompt], asked.with_prompt)
 
     def _in_tokens(self, asked: AskedPrompt, engine: EngineReady, caller: Caller) -> PreparedPrompt:
         """A prompt of a body with token ids."""

@@ -68,3 +68,10 @@ class PreparedPrompt:
 
     generation: GenerationRequest
     token_ids: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTokens:
+    """A request for answers behind these prompts, at least one, with the same n."""
+
+    prompts: list[PreparedPrompt]

@@ -44,7 +44,7 @@ from megatron_hybrid.server.http.protocol.requests import (
     TokenId,
 )
 from megatron_hybrid.server.http.protocol.tools import AnyObject, Name
-from megatron_hybrid.server.http.tokens.asked import AskedPrompt, PreparedPrompt, Words
+from megatron_hybrid.server.http.tokens.asked import AskedPrompt, PreparedTokens, Words
 from megatron_hybrid.server.options import ParseOptions
 
 MAX_NEW_TOKENS = 128  # SGLang's default
@@ -253,10 +253,9 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedGenerate:
+class PreparedGenerate(PreparedTokens):
     """The same in tokens."""
 
-    prompts: list[PreparedPrompt]
     form: GenerateForm
 
 

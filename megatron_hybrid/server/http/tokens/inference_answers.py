@@ -22,10 +22,11 @@ class InferenceAnswers(TokenAnswers):
         self, serving: Serving, prepared: PreparedInference, generation: Generation
     ) -> None:
         """Begins; raises what `Generation.start` raises."""
-        super().__init__(serving, [prepared.prompt], generation, with_text=False)
-        own = prepared.prompt.generation.called
+        super().__init__(serving, prepared.prompts, generation, with_text=False)
+        (prompt,) = prepared.prompts
+        own = prompt.generation.called
         self._head: Chunk = {"request_id": own or generation.request_id, "output_mode": "tokens"}
-        self._ids = prepared.prompt.token_ids.tolist() if prepared.with_prompt else None
+        self._ids = prompt.token_ids.tolist() if prepared.with_prompt else None
 
     def whole(self, answers: list[Delta]) -> Any:
         generation = self._generation

@@ -30,7 +30,7 @@ from megatron_hybrid.server.http.protocol.requests import (
     Word,
 )
 from megatron_hybrid.server.http.protocol.tools import AnyObject, Name
-from megatron_hybrid.server.http.tokens.asked import AskedPrompt, PreparedPrompt, Words
+from megatron_hybrid.server.http.tokens.asked import AskedPrompt, PreparedTokens, Words
 from megatron_hybrid.server.options import ParseOptions
 
 SAMPLING = "sampling_params"
@@ -134,10 +134,9 @@ class Inference:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedInference:
+class PreparedInference(PreparedTokens):
     """The same in tokens."""
 
-    prompt: PreparedPrompt
     with_prompt: bool
 
 

@@ -46,7 +46,7 @@ def _install_answers(app: Flask, serving: Serving) -> None:
     def inference() -> Response:
         prepared: PreparedInference = serving.prepare("inference", request_body(), g.caller)
         begin = partial(InferenceAnswers, serving, prepared)
-        return answered(serving, new_id("gen-"), prepared.prompt.generation, begin)
+        return answered(serving, new_id("gen-"), prepared.prompts[0].generation, begin)
 
 
 def _install_control(app: Flask, serving: Serving) -> None:
