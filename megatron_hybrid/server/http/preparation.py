@@ -48,7 +48,7 @@ from megatron_hybrid.server.http.protocol.requests import (
 from megatron_hybrid.server.http.protocol.scoring import check_size, parse_score
 from megatron_hybrid.server.http.responses.preparing import PreparedResponse, Preparer
 from megatron_hybrid.server.http.tokens.asked import AskedPrompt, PreparedPrompt
-from megatron_hybrid.server.http.tokens.generate_body import PreparedGenerate, parse_generate
+from megatron_hybrid.server.http.tokens.generate_parsing import PreparedGenerate, parse_generate
 from megatron_hybrid.server.http.tokens.inference_body import PreparedInference, parse_inference
 from megatron_hybrid.server.http.tool_calls.calling import ToolCalling
 from megatron_hybrid.server.http.truncation import kept, last_of

@@ -13,7 +13,7 @@ from megatron_hybrid.server.http.logprobs import finite, without_hurry
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.http.streaming import Chunk
 from megatron_hybrid.server.http.tokens.answers import TokenAnswers, event
-from megatron_hybrid.server.http.tokens.generate_body import PreparedGenerate
+from megatron_hybrid.server.http.tokens.generate_parsing import PreparedGenerate
 
 ABORTED = "Aborted"  # as SGLang says
 Entry = tuple[float | None, int, str | None]  # log-probability, token id, its text

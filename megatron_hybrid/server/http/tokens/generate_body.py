@@ -1,4 +1,4 @@
-"""The body of /generate, SGLang's, and what it asks for.
+"""The body of /generate, SGLang's.
 
 Every field of SGLang's that text can have is here: honoured, refused unless it says what is so
 anyway, or taken without effect because it changes no token of the answer.
@@ -8,25 +8,17 @@ anyway, or taken without effect because it changes no token of the answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from megatron_hybrid import request as limits
-from megatron_hybrid.errors import InvalidRequestError
-from megatron_hybrid.request import SamplingParams, Unasked
-from megatron_hybrid.server.http.protocol.generation_request import (
-    MAX_ANSWERS,
-    GenerationRequest,
-    generation_of,
-)
-from megatron_hybrid.server.http.protocol.parsing import BY_DEFAULT, Body, Unsupported, only, read
+from megatron_hybrid.request import SamplingParams
+from megatron_hybrid.server.http.protocol.generation_request import MAX_ANSWERS
+from megatron_hybrid.server.http.protocol.parsing import Body, Unsupported, only
 from megatron_hybrid.server.http.protocol.requests import (
     MAX_STOP_STRINGS,
     MAX_TIMEOUT,
-    AnswerRequest,
     Bias,
     Budget,
     Count,
@@ -40,25 +32,19 @@ from megatron_hybrid.server.http.protocol.requests import (
     Penalty,
     Share,
     StopString,
-    StructuredOutputs,
     TokenId,
 )
 from megatron_hybrid.server.http.protocol.tools import AnyObject, Name
-from megatron_hybrid.server.http.tokens.asked import AskedPrompt, PreparedTokens, Words
-from megatron_hybrid.server.options import ParseOptions
 
-MAX_NEW_TOKENS = 128  # SGLang's default
-GREEDY_BELOW = 1e-6  # temperatures, as SGLang has it
-SAMPLING = "sampling_params"
 _PLAIN = SamplingParams()
 _OnlyFalse, _OnlyZero, _OnlyOne, _OnlyEmpty = only(False), only(0), only(1), only([], "")
-T = TypeVar("T")
 
 
 class GenerateSampling(Body):
     """SGLang's sampling_params.
 
-    max_new_tokens: The answer's longest length; null: as many as fit; 0: the prompt is computed.
+    max_new_tokens: The answer's longest length; left out: 128, or fewer where these do not fit;
+        null: as many as fit; 0: the prompt is computed.
     min_new_tokens: The answer does not end by itself before these.
     stop: Strings that end the answer.
     stop_token_ids: Token ids that end the answer.
@@ -84,7 +70,7 @@ class GenerateSampling(Body):
     custom_params: Holds a budget of thoughts.
     """
 
-    max_new_tokens: Count | None = MAX_NEW_TOKENS
+    max_new_tokens: Count | None | UnsetType = UNSET
     min_new_tokens: Count | None = 0
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[Count], Meta(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = None
@@ -231,199 +217,3 @@ class GenerateRequest(Body):
     audio_data: _OnlyEmpty | None = None
     modalities: _OnlyEmpty | None = None
     use_audio_in_video: _OnlyFalse | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateForm:
-    """What answers look like. is_list: also a single one stands in a list. with_text: so do texts
-    in log-probabilities; with_prompt: and the prompt's ids."""
-
-    is_list: bool
-    with_text: bool
-    with_prompt: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Generate:
-    """A request of /generate."""
-
-    model: str | None
-    prompts: list[AskedPrompt]
-    form: GenerateForm
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedGenerate(PreparedTokens):
-    """The same in tokens."""
-
-    form: GenerateForm
-
-
-def parse_generate(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> Generate:
-    """Of a body's JSON. Raises InvalidRequestError naming the first field that is wrong."""
-    body = read(GenerateRequest, values, options)
-    field, prompts, several = _prompts(body)
-    number = len(prompts)
-    _check_adapters(body.lora_path)
-    sampling = _for_each(SAMPLING, body.sampling_params, GenerateSampling(), number)
-    answers = {one.n or 1 for one in sampling}
-    if len(answers) > 1:
-        raise InvalidRequestError(SAMPLING, f"{SAMPLING} have different n; it must be the same.")
-    (n,) = answers
-    if number * n > MAX_ANSWERS:
-        raise InvalidRequestError(
-            field,
-            f"{field} has {number} entries and n is {n}; the limit for both together is "
-            f"{MAX_ANSWERS} answers.",
-        )
-    with_logprobs = _for_each("return_logprob", body.return_logprob, False, number)
-    starts = _for_each("logprob_start_len", body.logprob_start_len, -1, number)
-    tops = _for_each("top_logprobs_num", body.top_logprobs_num, 0, number)
-    names = _names(body.rid, number, several)
-    given: Any = values.get(SAMPLING)
-    asked = []
-    for index, (prompt, one) in enumerate(zip(prompts, sampling, strict=True)):
-        is_list = isinstance(body.sampling_params, list)
-        words = Words(f"{SAMPLING}[{index}]." if is_list else f"{SAMPLING}.", _INSIDE, _OUTSIDE)
-        raw = given[index] if is_list else given
-        with words.used():
-            wanted = _wanted(body, one, tops[index] if with_logprobs[index] else None, raw, options)
-            if with_logprobs[index]:
-                start, top = starts[index], tops[index]
-                wanted = replace(wanted, params=_as_sglangs(wanted.params, start, top))
-        name = f"{field}[{index}]" if several else field
-        asked.append(AskedPrompt(name, prompt, replace(wanted, called=names[index]), words))
-    form = GenerateForm(
-        several or n > 1, bool(body.return_text_in_logprobs), bool(body.return_prompt_token_ids)
-    )
-    return Generate(body.model or None, asked, form)
-
-
-_INSIDE = {
-    "max_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "seed": "sampling_seed",
-    "structured_outputs.structural_tag": "structural_tag",
-    "thinking_token_budget": "custom_params.thinking_budget",
-}
-_OUTSIDE = {"prompt_logprobs_start": "logprob_start_len"}
-
-
-def _wanted(
-    body: GenerateRequest,
-    sampling: GenerateSampling,
-    logprobs: int | None,
-    given: Any,
-    options: ParseOptions,
-) -> GenerationRequest:
-    """Behind one prompt. given: its sampling_params as they came."""
-    asked = isinstance(given, dict) and "max_new_tokens" in given
-    longest = sampling.max_new_tokens if asked else Unasked(MAX_NEW_TOKENS)
-    if longest is not None and not asked:
-        longest = Unasked(max(longest, sampling.min_new_tokens or 0))
-    tag = sampling.structural_tag
-    same = {
-        name: getattr(sampling, name)
-        for name in GenerateSampling.__struct_fields__
-        if name in AnswerRequest.__struct_fields__ and name not in _NOT_TAKEN_OVER
-    }
-    if sampling.temperature is not None and sampling.temperature < GREEDY_BELOW:
-        same["temperature"] = 0.0
-    answer = AnswerRequest(
-        **same,
-        min_tokens=sampling.min_new_tokens,
-        seed=sampling.sampling_seed,
-        structured_outputs=None if tag is None else StructuredOutputs(structural_tag=tag),
-        include_stop_str_in_output=sampling.no_stop_trim,
-        model=body.model,
-        stream=body.stream,
-        timeout=body.timeout,
-        # SGLang's larger numbers are ours that are smaller.
-        priority=-(body.priority or 0),
-        cache_salt=_salt(body.cache_salt or "", body.extra_key or ""),
-        return_token_ids=True,
-    )
-    return generation_of(
-        answer,
-        options,
-        max_tokens_field="max_tokens",
-        max_tokens=longest,
-        logprobs=logprobs,
-        thinking_token_budget=_thinking_budget(body, sampling),
-    )
-
-
-def _as_sglangs(params: SamplingParams, start: int, top: int) -> SamplingParams:
-    """With log-probabilities: those of an answer are of what it is drawn from, those of the prompt,
-    from `start` on, the model's own."""
-    params = replace(params, tempered_logprobs=True)
-    if start < 0:
-        return params
-    return replace(params, prompt_logprobs=top, prompt_logprobs_start=start)
-
-
-# They mean something else in an AnswerRequest, or are refused there.
-_NOT_TAKEN_OVER = ("no_stop_trim", "spaces_between_special_tokens")
-
-
-def _salt(salt: str, key: str) -> str:
-    """One for both; no two pairs have the same."""
-    return f"{len(salt)} {salt} {key}" if key else salt
-
-
-def _thinking_budget(body: GenerateRequest, sampling: GenerateSampling) -> int | None:
-    own = None if sampling.custom_params is None else sampling.custom_params.thinking_budget
-    budget = own if body.max_thinking_tokens is None else body.max_thinking_tokens
-    return None if budget is None or budget < 0 else budget
-
-
-def _prompts(body: GenerateRequest) -> tuple[str, list[str | list[int]], bool]:
-    """The field that holds them, the prompts, and whether they stand in a list."""
-    if (body.text is None) == (body.input_ids is None):
-        raise InvalidRequestError(
-            "input_ids", "A prompt is either text or input_ids; give exactly one of them."
-        )
-    if body.text is not None:
-        texts = body.text
-        return ("text", [texts], False) if isinstance(texts, str) else ("text", [*texts], True)
-    ids: Any = body.input_ids
-    kinds = set(map(type, ids))
-    if kinds == {int}:
-        return "input_ids", [ids], False
-    if int in kinds:
-        raise InvalidRequestError(
-            "input_ids", "input_ids holds token ids beside lists; it must be all of one kind."
-        )
-    return "input_ids", ids, True
-
-
-def _for_each(name: str, given: Any, default: T, number: int) -> list[T]:
-    """A value for each of so many prompts."""
-    if not isinstance(given, list):
-        return [default if given is None else given] * number
-    if len(given) != number:
-        raise InvalidRequestError(
-            name,
-            f"{name} has {len(given)} entries and there are {number} prompts; give one for each "
-            "of them, or one for all.",
-        )
-    return given
-
-
-def _names(rid: str | list[str] | None, number: int, several: bool) -> list[str]:
-    """What the client calls each prompt; "" where it says nothing."""
-    if isinstance(rid, str) and rid and several:
-        return [f"{rid}_{index}" for index in range(number)]
-    names = _for_each("rid", rid, "", number)
-    given = [name for name in names if name]
-    if len(set(given)) < len(given) and isinstance(rid, list):
-        raise InvalidRequestError("rid", "rid holds the same name twice.")
-    return names
-
-
-def _check_adapters(path: str | Sequence[str | None] | None) -> None:
-    named = [path] if isinstance(path, str) else path or ()
-    for name in filter(None, named):
-        raise InvalidRequestError(
-            "lora_path", f"lora_path is {name!r}; this server has no adapters, so leave it out."
-        )

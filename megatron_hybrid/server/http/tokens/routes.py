@@ -16,7 +16,7 @@ from megatron_hybrid.server.http.http_errors import json_response
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.http.tokens.control_bodies import AbortRequestBody
 from megatron_hybrid.server.http.tokens.generate_answers import GenerateAnswers
-from megatron_hybrid.server.http.tokens.generate_body import PreparedGenerate
+from megatron_hybrid.server.http.tokens.generate_parsing import PreparedGenerate
 from megatron_hybrid.server.http.tokens.health import generates
 from megatron_hybrid.server.http.tokens.inference_answers import InferenceAnswers
 from megatron_hybrid.server.http.tokens.inference_body import PreparedInference
