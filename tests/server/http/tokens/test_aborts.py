@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -156,6 +157,27 @@ def test_a_stream_ends_with_what_there_is(http: FlaskClient, begin: Begin) -> No
     wait_until(lambda: aborted(http, abort_all=True) == 1)
     text = running.result(10).get_data(as_text=True)
     assert '"finish_reason":"abort"' in text and text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("path", [GENERATE, INFER])
+def test_an_engine_that_fails_is_no_end_of_an_answer(
+    http: FlaskClient, engine: FakeEngine, tokenizer: Tokenizer, begin: Begin, path: str
+) -> None:
+    def body(*ids: int, stream: bool) -> dict[str, Any]:
+        if path == INFER:
+            return {**infer_body(list(ids), max_tokens=50), "stream": stream}
+        return generate_body(list(ids), sampling_params=LONG, stream=stream)
+
+    running = begin(path, body(5, 6, stream=True))
+    engine._fail_on = 6
+    text = running.result(10).get_data(as_text=True)
+    *_, error, done, end = text.split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_error"
+    assert (done, end) == ("data: [DONE]", "")
+    for stream in (False, True):  # at once: it has a status
+        answer = http.post(path, json=body(6, stream=stream))
+        assert answer.status_code == 500
+        assert answer.get_json()["error"]["code"] == "engine_error"
 
 
 @pytest.mark.parametrize("body", [{}, {"rid": ""}, {"rid": 5}, {"abort_all": "yes"}, {"other": 1}])

@@ -268,12 +268,6 @@ def test_events_of_several_answers_have_their_index(http: FlaskClient) -> None:
     assert last == {0: [5, 6, 5], 1: [6, 5, 6], 2: [7, 7, 7], 3: [7, 7, 7]}
 
 
-def test_an_error_in_a_stream_stands_there(http: FlaskClient, tokenizer: Tokenizer) -> None:
-    engine_fails_on = tokenizer.encode("~")
-    answer = http.post(GENERATE, json=generate_body([5, *engine_fails_on]))
-    assert answer.status_code == 500 and answer.get_json()["error"]["code"] == "engine_error"
-
-
 def test_keys_that_change_nothing_are_taken(http: FlaskClient) -> None:
     asked = {
         "session_id": "s",
