@@ -223,7 +223,7 @@ class DynamicInferenceContext:
         rows.set_blocks(row, running.lease.blocks)
         rows.generated[row] = len(request.output)
         rows.max_tokens[row] = request.max_tokens
-        rows.temperature[row] = params.temperature
+        rows.temperature[row], rows.tempered[row] = params.temperature, params.tempered_logprobs
         rows.top_k[row] = params.top_k
         rows.top_p[row] = params.top_p
         rows.min_p[row] = params.min_p

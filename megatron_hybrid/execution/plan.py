@@ -208,7 +208,7 @@ class StepResult(NamedTuple):
     """What the device returned."""
 
     tokens: npt.NDArray[np.int64]  # of StepPlan.sampled_rows, one after the other
-    logprobs: dict[int, list[TokenLogprob]]  # by row, one for each token, for rows that want them
+    logprobs: dict[int, list[TokenLogprob | float]]  # by row, as RequestEvent has them
     prompt_logprobs: dict[int, list[TokenLogprob]]  # by row, one for each of its logprob_targets
     accepted: npt.NDArray[np.int64] | None = None  # [decodes] drafts; None: there were none
 

@@ -39,6 +39,7 @@ CONTROL_PATHS = (
     "/init_broadcaster",
     "/weight_info",
     "/reset_prefix_cache",
+    "/flush_cache",
 )
 MAX_NAME_LENGTH = 64
 MAX_KEY_LENGTH = 1024
@@ -82,7 +83,6 @@ class KeyRing:
     """The keys of a server. `salted`: each has a salt of its own."""
 
     def __init__(self, keys: Sequence[ApiKey], *, salted: bool = False) -> None:
-        self.has_admins = any(key.admin for key in keys)
         self._callers = [
             (digest, Caller(key.name, key.admin, _secret(key.key) if salted else b"", digest))
             for key in keys

@@ -76,7 +76,7 @@ class AnswerText:
         if used and (not self.versions or self.versions[-1][0] != event.weight_version):
             self.versions.append((event.weight_version, self.completion_tokens))
         self.completion_tokens += used
-        return NewText(text, event.token_ids[:used], num_shown, (event.logprobs or [])[:used])
+        return NewText(text, event.token_ids[:used], num_shown, event.token_logprobs()[:used])
 
     def version_spans(self) -> list[VersionSpan]:
         """Which tokens are of which weights, in order; none without a token."""

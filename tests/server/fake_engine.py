@@ -412,7 +412,7 @@ class FakeEngine(DynamicInferenceEngine):
             event.queue_seconds, event.prefill_seconds = QUEUE_SECONDS, PREFILL_SECONDS
         if one.params.logprobs is not None:
             top = tuple((token + i, -float(i) - 0.5) for i in range(one.params.logprobs))
-            event.logprobs = [TokenLogprob(token, -0.5, top)]
+            event.logprobs = [TokenLogprob(token, -0.5, top) if top else -0.5]
         if index == 0 and position == 0:
             event.prompt_logprobs = self._of_prompt(one)
         stops = one.params.stop_token_ids

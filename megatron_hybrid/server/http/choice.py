@@ -46,6 +46,7 @@ class Delta:
 
 class Choice(AnswerText):
     """index: in the HTTP answer, where several prompts may have several choices each.
+    tokenizer: None for an answer in token ids alone.
     splitter: finds thoughts; reader: finds tool calls in what comes after them.
     visible_ids: special tokens that the text shows, since it needs them.
     on_end: called with an answer that ended by itself, at its length or at a stop string: what the
@@ -55,14 +56,14 @@ class Choice(AnswerText):
     def __init__(
         self,
         index: int,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         request: GenerationRequest,
         reader: ToolCallReader | None = None,
         visible_ids: frozenset[int] = frozenset(),
         on_end: Callable[[str, list[Call], GeneratedAnswer], None] | None = None,
         splitter: ReasoningSplitter | None = None,
     ) -> None:
-        if request.show_special:
+        if request.show_special and tokenizer is not None:
             visible_ids = tokenizer.special_ids
         super().__init__(tokenizer, request.params.stop, visible_ids, request.show_stop)
         self.index = index
@@ -93,6 +94,7 @@ class Choice(AnswerText):
 
     def _count_thoughts(self, splitter: ReasoningSplitter, end: int) -> int:
         """Of an answer whose thoughts end there in its text."""
+        assert self._tokenizer is not None
         for mark in splitter.form.end:
             token_id = self._tokenizer.token_id(mark)
             if token_id in self._token_ids:
@@ -158,6 +160,7 @@ class Choice(AnswerText):
         return GeneratedAnswer([], "")
 
     def _text_of(self, token_ids: Sequence[int]) -> str:
+        assert self._tokenizer is not None
         is_special, visible = self._tokenizer.is_special, self._visible_ids
         shown = [one for one in token_ids if one in visible or not is_special(one)]
         return self._tokenizer.decode(shown, skip_special_tokens=False)

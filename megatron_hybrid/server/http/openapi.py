@@ -37,6 +37,10 @@ from megatron_hybrid.server.http.protocol.response_queries import InputItemsQuer
 from megatron_hybrid.server.http.protocol.responses import ResponsesRequest
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.http.streaming import FINGERPRINT
+from megatron_hybrid.server.http.tokens import shapes as tokens
+from megatron_hybrid.server.http.tokens.control_bodies import AbortRequestBody
+from megatron_hybrid.server.http.tokens.generate_body import GenerateRequest
+from megatron_hybrid.server.http.tokens.inference_body import InferenceRequest
 from megatron_hybrid.server.options import SamplingDefaults
 
 # For load balancers and scrapers, which hold no key, and for the page that asks for one.
@@ -132,6 +136,11 @@ _ITEMS = (f"{_RESPONSE}/input_items", "What it answers.", response_answers.ItemL
 _DROP = (_RESPONSE, "Store it no more.", response_answers.ResponseDeleted)
 _CANCEL = (f"{_RESPONSE}/cancel", "Always refused.", response_answers.Response)
 _STORED = (400, 404, 503)
+_GENERATE = ("/generate", "Continue prompts of token ids, as SGLang has it.")
+_INFER = ("/inference/v1/generate", "Continue a prompt of token ids, as vLLM has it.")
+_FLUSH = ("/flush_cache", "Forget every cached prefix, unless requests run or wait.", str)
+_GENERATES_ONE = ("/health_generate", "Whether tokens are generated.", tokens.Healthy)
+_VERSION = ("What trainers call the weights.", tokens.WeightVersion, 503)
 ROUTES = [
     Route(
         *(*_CHAT, answers.ChatCompletion, requests.ChatRequest, _GENERATES),
@@ -153,6 +162,16 @@ ROUTES = [
         events=anthropic_answers.Event,
         stream="Message..., ContentBlock... or Ping as its data, and its type as its name.",
         error=anthropic_answers.MessagesError,
+    ),
+    Route(
+        *(*_GENERATE, tokens.GeneratedOrList, GenerateRequest, _GENERATES),
+        events=tokens.Generated,
+        stream=f"Generated {_TO_DONE}",
+    ),
+    Route(
+        *(*_INFER, tokens.Inferred, InferenceRequest, _GENERATES),
+        events=tokens.InferredChunk,
+        stream=f"InferredChunk {_TO_DONE}",
     ),
     Route(
         *(*_COUNT, anthropic.CountTokensRequest, (404, *_ASKS)),
@@ -182,6 +201,14 @@ ROUTES = [
     Route(*_TOKENIZE, (requests.TokenizeTextRequest, requests.TokenizeChatRequest), _ASKS),
     Route("/detokenize", "Token ids as text.", answers.Text, requests.DetokenizeRequest, _ASKS),
     Route("/abort", "End an answer early.", answers.Aborted, requests.AbortRequest, _ASKS),
+    Route("/abort_request", "End answers early.", answers.Aborted, AbortRequestBody, _ASKS),
+    *(
+        Route(*_FLUSH, errors=(400, 403, *_ASKS), method=method, kind="text/plain")
+        for method in ("get", "post")
+    ),
+    *(Route(*_GENERATES_ONE, errors=_ASKS, method=method) for method in ("get", "post")),
+    _get("/liveness", "Whether the engine's process answers.", tokens.Healthy, 503),
+    *(_get(path, *_VERSION) for path in ("/weight_version", "/get_weight_version")),
     Route("/reset_prefix_cache", "Forget every cached prefix.", answers.Done, errors=_ASKS),
     _control("/pause", _PAUSE, weights.PauseRequest)._replace(query=weights.PauseQuery),
     _control("/resume", "Go on after a pause.", weights.ResumeRequest),

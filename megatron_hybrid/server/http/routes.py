@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from flask import Flask, Response, g, request
+from flask import Flask, Response, g
 
 from megatron_hybrid import __version__
-from megatron_hybrid.server.http.answering import answered, request_body
+from megatron_hybrid.server.http.answering import answered, request_body, small_body
 from megatron_hybrid.server.http.chat import ChatAnswers
 from megatron_hybrid.server.http.completions import CompletionAnswers
 from megatron_hybrid.server.http.for_routers import install as install_for_routers
@@ -21,23 +21,21 @@ from megatron_hybrid.server.http.prepared import (
     PreparedScores,
     UnknownModel,
 )
-from megatron_hybrid.server.http.protocol.parsing import Body, parse_body, read
 from megatron_hybrid.server.http.protocol.requests import AbortRequest
 from megatron_hybrid.server.http.protocol.weights import ResumeRequest
 from megatron_hybrid.server.http.responses.routes import install as install_responses
 from megatron_hybrid.server.http.scores import Scores
 from megatron_hybrid.server.http.serving import Serving
+from megatron_hybrid.server.http.tokens.routes import install as install_tokens
 from megatron_hybrid.server.http.weights import install as install_weights
 from megatron_hybrid.server.link import messages as wire
-
-MAX_SMALL_BODY_BYTES = 2**16  # of routes whose fields are short
-T = TypeVar("T", bound=Body)
 
 
 def install(app: Flask, serving: Serving) -> None:
     """OpenAI's routes, those that look after the server, and those that steer the engine."""
     _install_answers(app, serving)
     install_responses(app, serving)
+    install_tokens(app, serving)
     _install_service(app, serving)
     install_for_routers(app, serving)
     install_weights(app, serving)
@@ -139,19 +137,11 @@ def _install_service(app: Flask, serving: Serving) -> None:
 
     @app.post("/abort")
     def abort() -> Response:
-        request_id = _small_body(AbortRequest).request_id
+        request_id = small_body(AbortRequest).request_id
         return json_response(serving.client.ask(wire.AbortAnswers, request_id))
 
     @app.post("/reset_prefix_cache")
     def reset_prefix_cache() -> Response:
-        _small_body(ResumeRequest)
+        small_body(ResumeRequest)
         serving.client.ask(wire.ResetPrefixCache)
         return json_response({"status": "ok"})
-
-
-def _small_body(kind: type[T]) -> T:
-    """A body that has few fields; without a body, none of them is given. Raises
-    InvalidRequestError."""
-    request.max_content_length = MAX_SMALL_BODY_BYTES
-    data = b"".join(request_body())
-    return read(kind, parse_body(data) if data else {})

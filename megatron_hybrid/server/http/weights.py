@@ -16,6 +16,7 @@ from werkzeug.exceptions import Forbidden
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import PauseMode
 from megatron_hybrid.server.http.answering import request_body
+from megatron_hybrid.server.http.control import check_control
 from megatron_hybrid.server.http.http_errors import json_response
 from megatron_hybrid.server.http.protocol import weights as bodies
 from megatron_hybrid.server.http.protocol.parsing import Body, parse_body, read
@@ -58,13 +59,8 @@ class Control:
         return read(kind, {key: given[-1] for key, given in request.args.lists()}, strict=False)
 
     def check_allowed(self) -> None:
-        """Raise Forbidden where these routes are off."""
-        options = self._serving.options
-        if not options.serves_control:
-            raise Forbidden(
-                f"{request.path} is off: this server listens on {options.host}, where others can "
-                "reach it. --enable-control-routes switches it on."
-            )
+        """Raise Forbidden where these routes are off, or are for others."""
+        check_control(self._serving.options)
 
     def ask(self, kind: type[wire.AnyQuery], *arguments: Any, field: str = "") -> dict[str, Any]:
         """The engine's answer, for which it may have to come to rest. field: which is to blame for

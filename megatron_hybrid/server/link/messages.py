@@ -42,7 +42,8 @@ class AddRequest(Command, frozen=True):
     `prompt`: its ids, `packed`. `answers`: how many the HTTP request asks for
     in all, and 0 in its later prompts: it is let in or refused as a whole. `arrived`: when it came,
     by this machine's `time.monotonic`. `prefilled_by`: a server that has computed the prompt, or
-    whose request `prefilling` computes it.
+    whose request `prefilling` computes it. `called`: the client's own name for it, by which
+    AbortAnswers finds it too.
     """
 
     request_id: str
@@ -56,6 +57,7 @@ class AddRequest(Command, frozen=True):
     arrived: float | None = None
     prefilled_by: str = ""
     prefilling: str = ""
+    called: str = ""
 
 
 class Prepared(Command, frozen=True):
@@ -86,13 +88,19 @@ class GetStats(Query, frozen=True):
 
 class AbortAnswers(Query, frozen=True):
     """End all answers to one HTTP request, whichever front end it came through; the result holds
-    `aborted`, their number."""
+    `aborted`, their number. `request_id`: ours, or what the client calls it."""
 
     request_id: str
 
 
+class AbortAll(Query, frozen=True):
+    """End every answer of every front end; the result holds `aborted`, their number."""
+
+
 class ResetPrefixCache(Query, frozen=True):
-    """Forget every cached prefix."""
+    """Forget every cached prefix. `if_idle`: refused while a request runs or waits."""
+
+    if_idle: bool = False
 
 
 class Pause(Query, frozen=True):
@@ -235,11 +243,13 @@ class EngineReady(Reply, frozen=True):
 
 class Fingerprint(Reply, frozen=True):
     """What computes this replica's answers from now on, and its short form: comes before
-    EngineReady, and whenever weights have changed."""
+    EngineReady, and whenever weights have changed. `weight_version`: what trainers call these
+    weights; `epoch`: how often they have changed."""
 
     short: str
     parts: dict[str, Any] = {}
     weight_version: str = ""
+    epoch: int = 0
 
 
 class Draining(Reply, frozen=True):
@@ -285,7 +295,7 @@ class EngineEnded(Reply, frozen=True):
 
 WeightsQuery = UpdateWeights | BeginUpdate | FinishUpdate | NameWeights
 ControlQuery = Pause | Resume | WeightsQuery | OpenGroup | CloseGroup
-AnyQuery = GetStats | AbortAnswers | ResetPrefixCache | ControlQuery
+AnyQuery = GetStats | AbortAnswers | AbortAll | ResetPrefixCache | ControlQuery
 AnyCommand = Join | Joined | Left | AddRequest | AbortRequest | AnyQuery
 CoordinatorCommand = Place | Moved | Started | Ended
 AnyReply = (

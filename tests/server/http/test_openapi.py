@@ -140,7 +140,8 @@ def test_every_get_route_answers_with_all_fields_that_are_described_and_no_other
     responses = ["/v1/responses/{name}", "/v1/responses/{name}/input_items"]
     own = "/health /ping /load /version /stats".split()
     own += "/server_info /get_server_info /model_info /get_model_info /get_load /v1/loads".split()
-    own.append("/openapi.json")
+    own += ["/openapi.json", "/health_generate", "/liveness"]
+    own += ["/weight_version", "/get_weight_version"]
     assert seen == [*responses, "/v1/models", "/v1/models/{name}", *own]
     health = document["components"]["schemas"]["Health"]["properties"]
     assert set(health) == {"status", "engine_pid"}

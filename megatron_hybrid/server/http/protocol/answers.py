@@ -268,6 +268,7 @@ ModelInfo = shape(
     is_generation=Literal[True],
     has_image_understanding=Literal[False],
     has_audio_understanding=Literal[False],
+    weight_version=says(str | None, "What /get_weight_version says; null while the engine loads."),
 )
 RunningOrWaiting = shape("RunningOrWaiting", load=Count)
 Loads = shape(
