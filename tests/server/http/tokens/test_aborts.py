@@ -175,6 +175,8 @@ def test_an_engine_that_fails_is_no_end_of_an_answer(
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_error"
     assert (done, end) == ("data: [DONE]", "")
     for stream in (False, True):  # at once: it has a status
+        # Two failed steps in a row end an engine.
+        assert http.post(GENERATE, json=generate_body([5])).status_code == 200
         answer = http.post(path, json=body(6, stream=stream))
         assert answer.status_code == 500
         assert answer.get_json()["error"]["code"] == "engine_error"
