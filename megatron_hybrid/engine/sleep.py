@@ -33,6 +33,7 @@ def arena_on(device: torch.device) -> Arena:
     """Raises ConfigurationError where memory can't come and go."""
     if device.type != "cuda":
         return Arena(HostPages())
+    torch.cuda.synchronize(device)  # begins what the driver's calls need
     try:
         return Arena(CudaPages(device, Driver()))
     except (OSError, DriverError) as error:
@@ -148,9 +149,13 @@ class Sleeper:
             logger.info("Awake (%s) after %.2f s", ", ".join(wanted), time.monotonic() - begun)
 
     def stats(self) -> dict[str, Any]:
-        """`sleeping`: tags; `sleeping_bytes`: of the device, that are given back."""
-        arenas = [arena for arena in self._arenas.values() if arena.is_released]
-        return {"sleeping": self.sleeping, "sleeping_bytes": sum(arena.nbytes for arena in arenas)}
+        """`sleeping`: whether each tag does; `sleeping_bytes`: of the device, that are given
+        back."""
+        sleeping = self.sleeping
+        return {
+            "sleeping": {tag: tag in sleeping for tag in TAGS},
+            "sleeping_bytes": sum(self._arenas[tag].nbytes for tag in sleeping),
+        }
 
     # ---------------------------------------------------------------- details
 

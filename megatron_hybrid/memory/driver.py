@@ -100,17 +100,13 @@ class Driver:
         address_, size_ = ctypes.c_ulonglong(address), ctypes.c_size_t(size)
         self._call("MemSetAccess", address_, size_, ctypes.byref(access), ctypes.c_size_t(1))
 
-    def zero(self, address: int, size: int) -> None:
-        """Write zeros; done when it returns, or before anything that is launched later."""
-        address_, size_ = ctypes.c_ulonglong(address), ctypes.c_size_t(size)
-        self._call("MemsetD8_v2", address_, ctypes.c_ubyte(0), size_)
-
     def synchronize(self, device: torch.device | None) -> None:
         """Wait for all that the device has to do; None: the current one."""
         torch.cuda.synchronize(device)
 
     def tensor(self, array: Any, device: torch.device) -> Tensor:
-        """Of an object with __cuda_array_interface__, which the tensor keeps."""
+        """Of an object with __cuda_array_interface__, which the tensor keeps; its memory has to be
+        there now."""
         return torch.as_tensor(array, device=device)
 
     def _call(self, name: str, *arguments: Any) -> None:

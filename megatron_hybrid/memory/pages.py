@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class CudaPages:
             self.drop()
             raise
         if self._sizes:
-            self._driver.zero(self._address, self.nbytes)
+            self.view(0, self.nbytes).zero_()
 
     def view(self, start: int, stop: int) -> Tensor:
         """As Pages'."""
@@ -105,14 +106,15 @@ class CudaPages:
 
     def _put(self, place: int, size: int) -> None:
         """A chunk of memory at an offset. Raises MemoryError."""
-        chunk = self._driver.create(self.device.index, size)
-        try:
-            self._driver.map(self._address + place, size, chunk)
-        except BaseException:
-            self._driver.release(chunk)
-            raise
+        driver, address = self._driver, self._address + place
+        chunk = driver.create(self.device.index, size)
+        with ExitStack() as undo:
+            undo.callback(driver.release, chunk)
+            driver.map(address, size, chunk)
+            undo.callback(driver.unmap, address, size)
+            driver.allow(self.device.index, address, size)
+            undo.pop_all()
         self._chunks.append(chunk)
-        self._driver.allow(self.device.index, self._address + place, size)
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self._granule) * self._granule

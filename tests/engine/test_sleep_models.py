@@ -58,7 +58,7 @@ def places(llm: LLM) -> dict[str, int]:
 
 @A_THIRD
 @pytest.mark.parametrize(
-    "family", usually(["nemotron_h_moe", "jamba", "qwen3_5", "zamba2", "lfm2", "llama"], FAMILIES)
+    "family", usually(["nemotron_h_moe", "zamba2", "qwen3_5", "llama"], FAMILIES)
 )
 def test_answers_are_the_same_after_sleep_and_of_the_new_weights_after_level_2(
     family: str,
@@ -69,10 +69,10 @@ def test_answers_are_the_same_after_sleep_and_of_the_new_weights_after_level_2(
     expected, stays = tokens(llm), places(llm)
     assert expected == tokens(LLM(str(a), **OPTIONS))
     llm.sleep()
-    assert llm.stats()["sleeping"] == ["weights", "kv_cache"]
+    assert llm.stats()["sleeping"] == {"weights": True, "kv_cache": True}
     assert llm.stats()["sleeping_bytes"] > 20 * MIB
     llm.wake_up()
-    assert llm.stats()["sleeping"] == [] and llm.stats()["sleeping_bytes"] == 0
+    assert llm.engine.sleeping == [] and llm.stats()["sleeping_bytes"] == 0
     assert tokens(llm) == expected and places(llm) == stays
     again = llm.generate(PROMPTS[:1], GREEDY, progress=False)
     assert again[0].cached_tokens, "what was computed since then is cached"
@@ -178,6 +178,7 @@ def test_prefixes_in_memory_of_the_host_are_found_after_level_1(
     assert llm.stats()["tier_fetches"]["host"] == 1
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     "options",
     [
@@ -234,5 +235,5 @@ def test_the_flag_and_its_other_name() -> None:
 
 def test_without_the_flag_nothing_lies_in_an_arena(folders: Folders) -> None:  # noqa: F811
     llm = LLM(str(folders("llama")[0]), **OPTIONS)
-    assert model_of(llm).arena is None and llm.stats()["sleeping"] == []
+    assert model_of(llm).arena is None and not any(llm.stats()["sleeping"].values())
     assert torch.is_tensor(next(model_of(llm).parameters()))

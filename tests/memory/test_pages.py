@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +18,20 @@ DEVICE = torch.device("cuda", 1)
 BASE = 0x7000_0000_0000
 
 
+class View(NamedTuple):
+    """In place of a tensor."""
+
+    driver: FakeDriver
+    address: int
+    size: int
+    array: Any
+
+    def zero_(self) -> None:
+        driver = self.driver
+        assert driver.mapped.keys() == driver.allowed
+        driver.zeroed.append((self.address, self.size))
+
+
 class FakeDriver(Driver):
     """Holds the driver's rules: what is mapped has to be memory, at reserved and free addresses;
     what is unmapped has to be mapped; memory that goes must be mapped nowhere."""
@@ -29,7 +43,7 @@ class FakeDriver(Driver):
         self.allowed: set[int] = set()
         self.zeroed: list[tuple[int, int]] = []
         self.calls: list[str] = []
-        self.fails_to_map = False
+        self.fails_to_map = self.fails_to_allow = False
 
     def granule(self, device: int) -> int:
         assert device == 1
@@ -66,17 +80,16 @@ class FakeDriver(Driver):
         self.mapped[address] = size, memory
 
     def unmap(self, address: int, size: int) -> None:
-        assert "synchronize" in self.calls, "a kernel may be under way there"
+        is_used = address in self.allowed
+        assert not is_used or "synchronize" in self.calls, "a kernel may be under way there"
         assert self.mapped.pop(address)[0] == size
         self.allowed.discard(address)
 
     def allow(self, device: int, address: int, size: int) -> None:
         assert device == 1 and self.mapped[address][0] == size
+        if self.fails_to_allow:
+            raise DriverError("cuMemSetAccess failed: invalid argument (1).")
         self.allowed.add(address)
-
-    def zero(self, address: int, size: int) -> None:
-        assert self.mapped.keys() == self.allowed
-        self.zeroed.append((address, size))
 
     def synchronize(self, device: torch.device | None) -> None:
         self.calls.append("synchronize")
@@ -84,7 +97,7 @@ class FakeDriver(Driver):
     def tensor(self, array: Any, device: torch.device) -> Tensor:
         found = array.__cuda_array_interface__
         assert device == DEVICE and found["typestr"] == "|u1" and found["data"][1] is False
-        return (found["data"][0], found["shape"][0], array)  # type: ignore[return-value]
+        return View(self, found["data"][0], found["shape"][0], array)  # type: ignore[return-value]
 
 
 def mapped_from_the_start(driver: FakeDriver) -> int:
@@ -111,8 +124,8 @@ def test_memory_grows_in_chunks_at_addresses_that_follow_one_another() -> None:
     assert pages.nbytes == driver.reserved == mapped_from_the_start(driver)
     with pytest.raises(MemoryError, match="bytes are wanted"):
         pages.grow(driver.reserved + 1)
-    address, size, _ = pages.view(300, 500)  # type: ignore[misc]
-    assert (address, size) == (BASE + 300, 200)
+    view = pages.view(300, 500)
+    assert isinstance(view, View) and (view.address, view.size) == (BASE + 300, 200)
 
 
 def test_dropped_memory_comes_back_at_the_same_addresses_with_zeros() -> None:
@@ -157,6 +170,14 @@ def test_memory_that_can_not_grow_stays_as_it_was() -> None:
     with pytest.raises(MemoryError):
         pages.grow(CHUNK_BYTES + 1)
     assert pages.nbytes == CHUNK_BYTES == mapped_from_the_start(driver)
+    driver.room = 2**40
+    for failing in ("fails_to_map", "fails_to_allow"):
+        setattr(driver, failing, True)
+        with pytest.raises(DriverError):
+            pages.grow(CHUNK_BYTES + 1)
+        setattr(driver, failing, False)
+        assert pages.nbytes == CHUNK_BYTES == mapped_from_the_start(driver)
+        assert len(driver.created) == 1
 
 
 def test_everything_goes_with_the_last_tensor() -> None:
