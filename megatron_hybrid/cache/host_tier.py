@@ -303,10 +303,6 @@ class HostTier(Tier):
             pending.clear()
         self.host.clear(0)
 
-    def device_was_emptied(self) -> None:
-        self._published.clear()
-        self._covered.clear()
-
     def begin_step(self, step: int) -> None:
         """Ages are counted in the engine's steps."""
         self.host.kv.step = self.host.states.queue.now = step

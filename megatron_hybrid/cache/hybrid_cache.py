@@ -333,7 +333,8 @@ class HybridCache:
         and publish nothing any more."""
         self._version += 1
         self.store.clear(self.epoch)
-        (self.tier.device_was_emptied if keeps_tier else self.tier.clear)()
+        if not keeps_tier:
+            self.tier.clear()
 
     def set_epoch(self, epoch: int) -> None:
         """New weights: nothing that was computed with the old ones is found again."""

@@ -35,9 +35,6 @@ class Tier(Protocol):
     def clear(self) -> None:
         """Nothing can be found any more."""
 
-    def device_was_emptied(self) -> None:
-        """Nothing can be found on the device any more; nothing is on its way."""
-
     def figures(self) -> dict[str, dict[str, int]]:
         """COUNTERS and GAUGES."""
 
@@ -53,9 +50,6 @@ class _NoTier:
         pass
 
     def clear(self) -> None:
-        pass
-
-    def device_was_emptied(self) -> None:
         pass
 
     def figures(self) -> dict[str, dict[str, int]]:

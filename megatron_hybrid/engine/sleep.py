@@ -145,6 +145,8 @@ class Sleeper:
         for tag in wanted:
             self._restore(tag)
             self._hold()
+        if not self._engine.is_paused:
+            self._engine.weights.rename()  # they may have come meanwhile
         if wanted:
             logger.info("Awake (%s) after %.2f s", ", ".join(wanted), time.monotonic() - begun)
 

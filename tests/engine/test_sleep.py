@@ -102,7 +102,10 @@ def test_answers_that_have_begun_go_on_after_waking(paused: bool):
     assert kv.num_free == kv.num_blocks and states.num_free == states.num_slots
     for name, more in run(engine).items():  # tokens that were in flight
         events.setdefault(name, []).extend(more)
-    assert not engine.has_work() and engine.is_quiet and not engine.use_idle_time()
+    assert not engine.has_work() and engine.is_quiet
+    engine.runner.capture_next = lambda: pytest.fail("what has no memory is captured")  # type: ignore[method-assign,return-value]
+    assert not engine.use_idle_time()
+    del engine.runner.capture_next
     for call in (engine.step, engine.dummy_forward):
         with pytest.raises(SleepError, match=r"sleeps \(weights, kv_cache\): wake it up first"):
             call()
@@ -167,6 +170,23 @@ def test_with_the_caches_awake_running_requests_keep_what_they_have():
         events.setdefault(name, []).extend(more)
     assert answer(events["0"]) == expected_answer(prompt(0), 20)
     assert engine.stats()["preemptions"] == 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("steps", range(3, 12))
+def test_states_that_were_to_be_written_later_are_forgotten(steps: int, packed: bool):
+    """Of an answer that ends while the engine goes to sleep; the coming step would write them."""
+    engine = sleepy(make_engine(exact_ends=True, packed=packed, write_interval=5))
+    stop = expected_answer(prompt(0), 7)[-1]
+    params = SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=(stop,))
+    engine.add_request("short", prompt(0), params)
+    engine.add_request("long", prompt(1), greedy(40))
+    for _ in range(steps):
+        engine.step()
+    engine.sleep()
+    assert not engine.scheduler.decodes.owes_states
+    engine.wake_up()
+    assert answer(run(engine)["long"])[-5:] == expected_answer(prompt(1), 40)[-5:]
 
 
 def test_weights_that_were_given_up_have_to_come_again():

@@ -83,6 +83,7 @@ def test_answers_are_the_same_after_sleep_and_of_the_new_weights_after_level_2(
     llm.update_weights(str(b))
     llm.wake_up(["kv_cache"])
     fresh = LLM(str(b), **OPTIONS)
+    assert llm.system_fingerprint == fresh.system_fingerprint
     assert tokens(llm) == tokens(fresh) != expected and places(llm) == stays
     llm.engine.check_integrity()
 
