@@ -316,6 +316,11 @@ class EngineConfig(Settings):
         "the variable MEGATRON_HYBRID_BATCH_INVARIANT=1 says the same",
         shown="off",
     )
+    enable_sleep_mode: bool = option(
+        False,
+        "weights and caches lie where their memory can be given back between two uses (sleep, wake "
+        "up), for a trainer on the same devices, and taken again at the same addresses",
+    )
     inference_logging_step_interval: int = option(
         100, "steps between two lines of the periodic log; 0: none", least_means="none"
     )
@@ -343,6 +348,11 @@ class EngineConfig(Settings):
             raise ConfigurationError(
                 f"--mamba-inference-stochastic-rounding is for states in float16; "
                 f"--mamba-inference-ssm-states-dtype is {states}."
+            )
+        if self.enable_sleep_mode and self.role != "both":
+            raise ConfigurationError(
+                f"--enable-sleep-mode does not go together with --role {self.role}: others read at "
+                "any time what that has computed; leave one out."
             )
 
     def _check_batch_invariant(self) -> None:

@@ -224,6 +224,28 @@ class LLM:
         """Go on after `pause`."""
         self.engine.resume()
 
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of the prefix cache and of the weights back to the device. Level 1: the
+        host keeps the weights meanwhile; level 2: they are gone, and `wake_up(["weights"])`,
+        `update_weights` and `wake_up(["kv_cache"])` bring new ones. Open streams go on afterwards.
+        Needs enable_sleep_mode. Raises InvalidRequestError for another level, SleepError where that
+        can't be."""
+        if level not in (1, 2):
+            raise InvalidRequestError("level", f"level is {show(level)}; it can be 1 or 2.")
+        was_paused = self.engine.is_paused
+        if not was_paused:
+            self.pause("keep")
+        try:
+            self.engine.sleep(keep_weights=level == 1)
+        finally:
+            if not was_paused:
+                self.engine.resume()  # once it is awake
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again that `sleep` gave back, of "weights", "kv_cache" or (None) both.
+        Raises SleepError if there is not enough; then it may be tried again."""
+        self.engine.wake_up(tags)
+
     def update_weights(
         self, source: WeightsSource, *, mode: str | None = None, version: str | None = None
     ) -> int:
@@ -343,6 +365,7 @@ class LLM:
 
     def _step(self) -> list[GrowingOutput]:
         """One step of the engine, given to all answers that run; those that ended with it."""
+        self.engine.sleeper.check()
         if self.engine.is_paused and not self.engine.has_work():
             raise RuntimeError("The engine is paused; call LLM.resume() to go on.")
         ended = []

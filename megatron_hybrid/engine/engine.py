@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ from megatron_hybrid.cache.changes import CacheChanges
 from megatron_hybrid.cache.checkpoint_placement import CheckpointHints
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.engine.context import DynamicInferenceContext
+from megatron_hybrid.engine.integrity import check_integrity
 from megatron_hybrid.engine.latency import Clock, Latencies, StepTimes
 from megatron_hybrid.engine.scheduler import Received, Scheduler
+from megatron_hybrid.engine.sleep import Sleeper
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.statistics import Statistics
 from megatron_hybrid.engine.tracked_request import TrackedRequest, stop_ids_of
@@ -41,7 +44,7 @@ from megatron_hybrid.request_checks import (
     validate_prompt,
     validate_whole_numbers,
 )
-from megatron_hybrid.text.grammar import AnswerMatcher, Grammars, no_tokenizer
+from megatron_hybrid.text.grammar import Grammars, matcher_of
 from megatron_hybrid.text.thought_limit import limit_of
 
 logger = logging.getLogger(__name__)
@@ -94,6 +97,8 @@ class DynamicInferenceEngine:
             speculation=speculation,
         )
         self.weights = EngineWeights(runner, context)
+        self.sleeper = Sleeper(self)
+        self.sleep, self.wake_up = self.sleeper.sleep, self.sleeper.wake_up
         self._seed = seed
         self._chunked_prefill = chunked_prefill
         self._log_interval = log_interval
@@ -113,9 +118,10 @@ class DynamicInferenceEngine:
 
         With an asynchronous runner these are of the step before. In a lockstep group every replica
         calls it, with work or without, until none has any. Raises DeviceLostError when nothing can
-        be computed any more.
+        be computed any more, SleepError while the engine sleeps and has no events.
         """
         self.weights.check()
+        self.sleeper.check()
         self.statistics.begin_step()
         try:
             self._step()
@@ -140,7 +146,7 @@ class DynamicInferenceEngine:
         if launched is not None:
             scheduler.publish(plan)
             self._in_flight = plan, launched
-            self._log()
+            self.statistics.log(self._log_interval)
         scheduler.settle(received)
         if not self.runner.asynchronous:
             scheduler.settle(self._receive())
@@ -212,6 +218,7 @@ class DynamicInferenceEngine:
     def dummy_forward(self) -> None:
         """An idle step: run the model for nobody. Cache, counters, requests and a step in flight
         stay. In a lockstep group, take part in the others' step, if they compute one."""
+        self.sleeper.check()
         if self.lockstep is None:
             self.runner.dummy_forward()
         else:
@@ -220,6 +227,8 @@ class DynamicInferenceEngine:
     def use_idle_time(self) -> bool:
         """There is no work, on any rank and replica, which all call this: do one of the things that
         were left for later. Whether there was one."""
+        if self.scheduler.is_held:
+            return False
         wrote = not self._in_flight and self.context.transfers.use_idle_time(self.runner)
         return self.runner.capture_next() or wrote
 
@@ -294,7 +303,7 @@ class DynamicInferenceEngine:
                 priority=int(priority),
                 hints=hints,
                 arrived=self._clock() if arrived is None else arrived,
-                grammar=self._grammar_of(params),
+                grammar=matcher_of(params, self._grammars),
                 thoughts=limit_of(params, self._grammars),
             )
             for index in range(params.n)
@@ -330,6 +339,7 @@ class DynamicInferenceEngine:
             "requests_waiting": self.scheduler.num_waiting,
             "paused": self.is_paused,
             "epoch": self.epoch,
+            **self.sleeper.stats(),
             "weight_version": self.weights.version,
             "started": self._started,
             **self.statistics.as_dict(),
@@ -355,6 +365,11 @@ class DynamicInferenceEngine:
         self.reset()
 
     @property
+    def sleeping(self) -> list[str]:
+        """What memory is given back, by the tags of `sleep`."""
+        return self.sleeper.sleeping
+
+    @property
     def cache_geometry(self) -> CacheGeometry:
         """The sizes of blocks, states and their pools."""
         return self.context.geometry
@@ -371,8 +386,8 @@ class DynamicInferenceEngine:
 
     @property
     def is_paused(self) -> bool:
-        """Whether requests wait until `resume`."""
-        return self.scheduler.pause_mode is not None
+        """Whether requests wait until `resume`, or until the engine is awake."""
+        return self.scheduler.pause_mode is not None or self.scheduler.is_held
 
     @property
     def is_quiet(self) -> bool:
@@ -409,6 +424,8 @@ class DynamicInferenceEngine:
         """
         self.come_to_rest()
         self.weights.update(source, version)
+        if isinstance(source, str | Path):  # all of them
+            self.sleeper.weights_came()
         if not self.is_paused:
             self.weights.rename()
 
@@ -424,21 +441,10 @@ class DynamicInferenceEngine:
     def check_integrity(self) -> None:
         """Assert every invariant of the cache; call between steps."""
         scheduler = self.scheduler
-        self.context.check_integrity(scheduler.twins.pins, scheduler.decodes.reserved_slots)
-
-    def _grammar_of(self, params: SamplingParams) -> AnswerMatcher | None:
-        if params.grammar is None:
-            return None
-        if self._grammars is None:
-            raise no_tokenizer()
-        return self._grammars.compile(params.grammar, ignore_eos=params.ignore_eos)
+        check_integrity(self.context, scheduler.twins.pins, scheduler.decodes.reserved_slots)
 
     def _next_seed(self, params: SamplingParams) -> int:
         self._submitted += 1
         if params.seed is not None:
             return params.seed % 2**64
         return stream_seed(self._seed, self._submitted)
-
-    def _log(self) -> None:
-        if self._log_interval and self.statistics.totals["steps"] % self._log_interval == 0:
-            logger.info("%s", self.statistics.log_line())

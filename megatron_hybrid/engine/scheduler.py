@@ -84,6 +84,7 @@ class Scheduler:
         self._events: list[RequestEvent] = []  # not handed out yet
         self._dropped: list[tuple[list[TrackedRequest], BaseException]] = []  # not ended yet
         self.pause_mode: PauseMode | None = None  # of the pause that holds
+        self.is_held = False  # nothing can be computed now, whatever the pause (see Sleeper)
         # those that have not ended, by request_id and index
         self._open: dict[str, dict[int, TrackedRequest]] = {}
         self._step = 0
@@ -135,7 +136,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step would compute anything or return any event, besides those of a step in
         flight."""
-        if self.pause_mode is PauseMode.KEEP:
+        if self.is_held or self.pause_mode is PauseMode.KEEP:
             return bool(self._events)
         waiting = len(self._waiting) if self.pause_mode is None else len(self._waiting.preempted())
         return bool(waiting or self._running or self._events)
@@ -177,7 +178,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan a step of at most `max_tokens` computed tokens; skipped tokens cost nothing. During
         a pause that keeps everybody where they are it is empty."""
-        if self.pause_mode is PauseMode.KEEP:
+        if self.is_held or self.pause_mode is PauseMode.KEEP:
             return StepPlan(step=self._step, decode_rows=np.zeros(0, dtype=np.int64))
         statistics, context = self._statistics, self._context
         context.cache.begin_step(self._step)
@@ -227,6 +228,14 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.prompt_logprobs = None  # not handed out yet: they are computed again
         self._waiting.put_back(request)
+
+    def preempt_all(self) -> None:
+        """Take everything back from all who run, and keep nothing for those who wait."""
+        self._release_pins()
+        for running in list(self._running.values()):
+            self._preempt(running)
+        self.decodes.take_catch_ups()  # of states that nobody has any more
+        self._context.cache.packing.take()
 
     def _look_ahead(self) -> None:
         """Hash prompts of those who wait: so that they can be admitted, and running prefills see

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron_hybrid.errors import WeightsError
 from megatron_hybrid.execution.batch import BatchBuilder
 from megatron_hybrid.execution.capture_schedule import CaptureSchedule
 from megatron_hybrid.execution.cuda_graphs import CudaGraphs, GraphSize
@@ -169,6 +170,8 @@ class ModelRunner(Runner):
 
     @device_errors
     def update_weights(self, source: WeightsSource) -> None:
+        if self._model.arena is not None and self._model.arena.is_released:
+            raise WeightsError("The weights' memory is given back: wake the weights up first.")
         update_model(self._model, source)
         self._model.kernels.linear.weights_changed()
         if self._last_token.is_cuda:  # who has sent them may write over what was copied

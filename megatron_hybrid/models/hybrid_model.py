@@ -30,6 +30,7 @@ from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Part, WeightPart, prefixed, section
 from megatron_hybrid.layers.recurrent import RecurrentMixer
 from megatron_hybrid.layers.rope import inverse_frequencies
+from megatron_hybrid.memory.arena import Arena
 from megatron_hybrid.models.blocks import Block, BlockBuilder, ModelFormats, in_one_type
 from megatron_hybrid.models.config import SHARED_TRANSFORMER, HybridModelConfig
 from megatron_hybrid.models.mtp import MTPHead
@@ -80,6 +81,7 @@ class HybridModel(nn.Module):
         self.parallel = parallel
         self.dtype = dtype
         self.kernels = REFERENCE
+        self.arena: Arena | None = None  # that the weights were moved into
         pipeline, tensor = parallel.pipeline, parallel.tensor
         self.is_first_stage, self.is_last_stage = pipeline.is_first, pipeline.is_last
         padded_vocab = -(-config.vocab_size // tensor.size) * tensor.size

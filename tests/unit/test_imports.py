@@ -15,7 +15,7 @@ ROOMS = """
     errors values request request_checks reference_model
     cache kv_events
     flag_names settings rank_layout config arguments
-    kernels parallel layers
+    memory kernels parallel layers
     models models.families models.checkpoints
     disaggregation
     text execution engine
