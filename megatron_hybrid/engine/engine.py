@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,6 @@ from megatron_hybrid.request import (
     PauseMode,
     RequestEvent,
     SamplingParams,
-    validate_text,
 )
 from megatron_hybrid.request_checks import (
     validate_arrival,
@@ -46,6 +44,7 @@ from megatron_hybrid.request_checks import (
 )
 from megatron_hybrid.text.grammar import Grammars, matcher_of
 from megatron_hybrid.text.thought_limit import limit_of
+from megatron_hybrid.values import validate_text
 
 logger = logging.getLogger(__name__)
 
@@ -424,8 +423,6 @@ class DynamicInferenceEngine:
         """
         self.come_to_rest()
         self.weights.update(source, version)
-        if isinstance(source, str | Path):  # all of them
-            self.sleeper.weights_came()
         if not self.is_paused:
             self.weights.rename()
 

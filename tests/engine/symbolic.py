@@ -134,12 +134,13 @@ class SymbolicRunner:
     def capture_next(self) -> bool:
         return False
 
-    def update_weights(self, source: object) -> None:
+    def update_weights(self, source: object) -> frozenset[str]:
         """Nothing is computed with them; an exception is raised."""
         assert not self.in_flight, "weights change under a step"
         self.updates.append(source)
         if isinstance(source, BaseException):
             raise source
+        return source if isinstance(source, frozenset) else frozenset()
 
     def launch(self, plan: StepPlan, agreed: StepDemand | None = None) -> SymbolicLaunch:
         self.plans.append(plan)

@@ -17,6 +17,7 @@ ROOMS = """
     flag_names settings rank_layout config arguments
     memory kernels parallel layers
     models models.families models.checkpoints
+    weight_transfer
     disaggregation
     text execution engine
     watchdog
