@@ -157,11 +157,11 @@ class Sleeper:
             logger.info("Awake (%s) after %.2f s", ", ".join(wanted), time.monotonic() - begun)
 
     def stats(self) -> dict[str, Any]:
-        """`sleeping`: whether each tag does; `sleeping_bytes`: of the device, that are given
-        back."""
+        """`sleeping`: whether each tag does, if any can; `sleeping_bytes`: of the device, that are
+        given back."""
         sleeping = self.sleeping
         return {
-            "sleeping": {tag: tag in sleeping for tag in TAGS},
+            "sleeping": {tag: tag in sleeping for tag in self._arenas},
             "sleeping_bytes": sum(self._arenas[tag].nbytes for tag in sleeping),
         }
 

@@ -38,6 +38,12 @@ CONTROL_PATHS = (
     "/shutdown_weight_transfer_engine",
     "/init_broadcaster",
     "/weight_info",
+    "/sleep",
+    "/wake_up",
+    "/is_sleeping",
+    "/release_kv_cache_memory",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
     "/reset_prefix_cache",
     "/flush_cache",
 )

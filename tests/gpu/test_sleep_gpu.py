@@ -35,7 +35,8 @@ def free() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def test_memory_goes_and_comes_back_under_tensors_and_a_graph() -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_memory_goes_and_comes_back_under_tensors_and_a_graph(is_first: bool) -> None:
     before = free()
     arena = arena_on(device())
     tensors = [arena.empty((100 * MIB,), dtype) for dtype in (torch.uint8, torch.bfloat16)]
@@ -68,7 +69,8 @@ def test_memory_goes_and_comes_back_under_tensors_and_a_graph() -> None:
     assert int(total) == 200 * MIB
     del arena, tensors, tensor, graph, total
     gc.collect()
-    assert before - free() < 40 * MIB, "it goes with the last tensor"
+    if not is_first:  # then kernels are loaded, too
+        assert before - free() < 40 * MIB, "it goes with the last tensor"
 
 
 def test_memory_that_another_has_taken_can_be_waited_for() -> None:
@@ -133,6 +135,7 @@ def test_nearly_all_of_an_engines_memory_is_given_back() -> None:
         inference_dynamic_batching_buffer_size_gb=24.0,
         inference_dynamic_batching_prefix_caching_mamba_gb=16.0,
         inference_dynamic_batching_num_cuda_graphs=4,
+        inference_dynamic_batching_max_requests=64,
     )
     engine = build_engine(config)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

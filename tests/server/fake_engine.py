@@ -16,7 +16,7 @@ import numpy.typing as npt
 from megatron_hybrid.cache.tier import NO_TIER
 from megatron_hybrid.engine.fingerprint import Fingerprint
 from megatron_hybrid.engine.latency import AGES, OLDER, Latencies
-from megatron_hybrid.errors import InvalidRequestError, WeightsError
+from megatron_hybrid.errors import InvalidRequestError, SleepError, WeightsError
 from megatron_hybrid.request import (
     CONTEXT_FLAG,
     FinishReason,
@@ -155,6 +155,7 @@ class FakeEngine(DynamicInferenceEngine):
     lockstep = None
     num_waiting = 0  # a test may say that some are
     grammars_are_ready = True
+    refuses_to_sleep = False
 
     def __init__(
         self,
@@ -182,6 +183,7 @@ class FakeEngine(DynamicInferenceEngine):
         self._broken = False
         self._pause: str | None = None
         self._epoch = 0
+        self._asleep: set[str] = set()
         self.weights: Any = FakeWeights(self)
         self.transfers = FakeTransfers()
         self.context: Any = SimpleNamespace(transfers=self.transfers)
@@ -259,9 +261,9 @@ class FakeEngine(DynamicInferenceEngine):
 
     def _active(self) -> dict[tuple[str, int], _Running]:
         """Those that a step advances."""
-        if self._pause is None:
+        if self._pause is None and not self._asleep:
             return self._running
-        goes_on = self._pause != "keep"
+        goes_on = self._pause != "keep" and not self._asleep
         return {
             key: one
             for key, one in self._running.items()
@@ -298,6 +300,8 @@ class FakeEngine(DynamicInferenceEngine):
             "paused": self.is_paused,
             "epoch": self.epoch,
             "weight_version": self.weights.version,
+            "sleeping": {tag: tag in self._asleep for tag in ("weights", "kv_cache")},
+            "sleeping_bytes": 7 * len(self._asleep),
             "started": self._started,
             "latency": self._latencies.as_dict(),
             "iteration_tokens": self._latencies.iteration_tokens.as_dict(),
@@ -336,7 +340,7 @@ class FakeEngine(DynamicInferenceEngine):
 
     @property
     def is_paused(self) -> bool:
-        return self._pause is not None
+        return self._pause is not None or bool(self._asleep)
 
     @property
     def is_quiet(self) -> bool:
@@ -372,6 +376,16 @@ class FakeEngine(DynamicInferenceEngine):
         self._epoch += 1
         self.weights.version = str(self._epoch) if version is None else version
         self.weights.fingerprint = Fingerprint({"model": {"weights": name}})
+
+    def sleep(self, tags: Sequence[str] = (), keep_weights: bool = True) -> None:
+        self.log.append(f"sleep {' '.join(tags)} {keep_weights}")
+        if self.refuses_to_sleep:
+            raise SleepError("This engine can't give memory back.")
+        self._asleep |= set(tags)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        self.log.append(f"wake {' '.join(tags or ())}")
+        self._asleep -= set(tags or ())
 
     def come_to_rest(self) -> None:
         pass

@@ -19,6 +19,13 @@ def check_control(options: ServerOptions) -> None:
     check_admin(options)
 
 
+def check_page() -> None:
+    """For a GET that changes something, of which an image's address on a page of another site is
+    enough. Raises Forbidden for such a page's."""
+    if request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
+        raise Forbidden("A page of another site asks for it.")
+
+
 def check_admin(options: ServerOptions) -> None:
     """Raise Forbidden where control needs a key of its own, and the caller has another one."""
     if any(key.admin for key in options.api_keys) and not g.caller.admin:

@@ -119,6 +119,8 @@ _RENDER_CHAT = (f"{_CHAT[0]}/render", "Its prompt as token ids.", answers.Render
 _RENDER_TEXT = (f"{_TEXT[0]}/render", "Its prompts as token ids.", list[answers.RenderedPrompt])
 _PAUSE = "Start no more requests; answered when none runs."
 _UPDATE = "Overwrite the model's weights, from a folder or another process."
+_SLEEP = "Give the device's memory back; requests wait meanwhile."
+_WAKE = "Take the device's memory again, and go on when all is there."
 _START = ("The updates that come are pieces of one.", weights.StartUpdateRequest)
 _FINISH = ("All pieces are there.", weights.FinishUpdateRequest)
 _GROUP = "Meet a trainer in a group through which it sends weights."
@@ -221,6 +223,18 @@ ROUTES = [
     _control("/init_broadcaster", _GROUP, weights.InitBroadcasterRequest),
     _get("/is_paused", "Whether requests wait for /resume.", answers.Paused, 403, 503),
     _get("/weight_info", "What answers call the weights.", answers.WeightInfo, 403, 503),
+    _control("/sleep", _SLEEP)._replace(query=weights.SleepQuery),
+    _control("/release_kv_cache_memory", _SLEEP),
+    _control("/wake_up", _WAKE)._replace(query=weights.WakeUpQuery),
+    _get("/is_sleeping", "The same as /is_paused.", answers.Sleeping, 403, 503),
+    *(
+        Route(path, summary, None, weights.MemoryRequest, (403, *_CONTROLS), method)
+        for path, summary in (
+            ("/release_memory_occupation", _SLEEP),
+            ("/resume_memory_occupation", _WAKE),
+        )
+        for method in ("get", "post")
+    ),
     _sglang("/pause_generation", _PAUSE, weights.PauseGenerationRequest),
     _sglang("/continue_generation", "Go on after a pause.", weights.ResumeRequest),
     _sglang("/init_weights_update_group", _GROUP, weights.InitGroupRequest),
@@ -379,6 +393,8 @@ def _operation(route: Route, with_key: bool) -> dict[str, Any]:
             "content": {_JSON: {"schema": _reference(*route.bodies)}},
         }
         errors |= {400, 408, 413}
+    if route.query is not None:
+        errors.add(400)
     if route.method != "get":
         errors |= {403, 415} if route.method == "post" else {403}
     if route.path in OPEN_ROUTES:

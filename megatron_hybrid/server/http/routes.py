@@ -26,6 +26,7 @@ from megatron_hybrid.server.http.protocol.weights import ResumeRequest
 from megatron_hybrid.server.http.responses.routes import install as install_responses
 from megatron_hybrid.server.http.scores import Scores
 from megatron_hybrid.server.http.serving import Serving
+from megatron_hybrid.server.http.sleeping import install as install_sleeping
 from megatron_hybrid.server.http.tokens.routes import install as install_tokens
 from megatron_hybrid.server.http.weights import install as install_weights
 from megatron_hybrid.server.link import messages as wire
@@ -39,6 +40,7 @@ def install(app: Flask, serving: Serving) -> None:
     _install_service(app, serving)
     install_for_routers(app, serving)
     install_weights(app, serving)
+    install_sleeping(app, serving)
 
 
 def _install_answers(app: Flask, serving: Serving) -> None:

@@ -56,7 +56,11 @@ class Control:
     def query(self, kind: type[T]) -> T:
         """The current request's query. Raises as `body`."""
         self.check_allowed()
-        return read(kind, {key: given[-1] for key, given in request.args.lists()}, strict=False)
+        values = {key: given[-1] for key, given in request.args.lists()}
+        for key, value in values.items():
+            if value == "null":  # which would count as left out
+                raise InvalidRequestError(key, f"{key} is null, which a query has no word for.")
+        return read(kind, values, strict=False)
 
     def check_allowed(self) -> None:
         """Raise Forbidden where these routes are off, or are for others."""
@@ -147,16 +151,16 @@ def _install_pause(app: Flask, control: Control) -> None:
     @app.post("/pause")
     def pause() -> Response:
         said = control.query(bodies.PauseQuery)
-        given = said.mode or control.body(bodies.PauseRequest).mode or PauseMode.FINISH
+        given = control.body(bodies.PauseRequest).mode or said.mode or PauseMode.FINISH
         values = control.ask(wire.Pause, "finish" if given == "wait" else str(given))
         if said.clear_cache:
             control.ask(wire.ResetPrefixCache)
-        return _done(values)
+        return done(values)
 
     @app.post("/resume")
     def resume() -> Response:
         control.body(bodies.ResumeRequest)
-        return _done(control.ask(wire.Resume))
+        return done(control.ask(wire.Resume))
 
     @app.post("/pause_generation")
     def pause_generation() -> Response:
@@ -188,24 +192,24 @@ def _install_updates(app: Flask, control: Control) -> None:
             source, field = control.folder(wanted.path, "path"), "path"
         else:
             raise InvalidRequestError("path", "path is missing: the folder with the weights.")
-        return _done(control.update(source, wanted.weight_version, field, wanted.mode))
+        return done(control.update(source, wanted.weight_version, field, wanted.mode))
 
     @app.post("/update_weight_version")
     def update_weight_version() -> Response:
         version = control.body(bodies.NameWeightsRequest).new_version
-        return _done(control.ask(wire.NameWeights, version))
+        return done(control.ask(wire.NameWeights, version))
 
     @app.post("/begin_weight_update")  # SGLang's name
     @app.post("/start_weight_update")
     def start_weight_update() -> Response:
         mode = control.body(bodies.StartUpdateRequest).mode
-        return _done(control.ask(wire.BeginUpdate, "" if mode is None else mode.value))
+        return done(control.ask(wire.BeginUpdate, "" if mode is None else mode.value))
 
     @app.post("/end_weight_update")  # SGLang's name
     @app.post("/finish_weight_update")
     def finish_weight_update() -> Response:
         version = control.body(bodies.FinishUpdateRequest).weight_version
-        return _done(control.ask(wire.FinishUpdate, version, field="body"))
+        return done(control.ask(wire.FinishUpdate, version, field="body"))
 
 
 def _install_sglang(app: Flask, control: Control) -> None:
@@ -255,7 +259,7 @@ def _install_vllm(app: Flask, control: Control) -> None:
     def init_weight_transfer_engine() -> Response:
         info = control.body(bodies.InitTransferRequest).init_info
         if info.master_address is None and info.nccl_unique_id_b64 is None:
-            return _done(control.stats())  # of CUDA IPC there is nothing to set up
+            return done(control.stats())  # of CUDA IPC there is nothing to set up
         if info.world_size is None:
             raise InvalidRequestError("init_info.world_size", "init_info.world_size is missing.")
         group = TransferGroup(
@@ -268,12 +272,12 @@ def _install_vllm(app: Flask, control: Control) -> None:
             nccl_id=info.nccl_unique_id_b64,
             chunk_bytes=_chunk_bytes(info),
         )
-        return _done(control.ask(wire.OpenGroup, group, field="init_info"))
+        return done(control.ask(wire.OpenGroup, group, field="init_info"))
 
     @app.post("/shutdown_weight_transfer_engine")
     def shutdown_weight_transfer_engine() -> Response:
         control.check_allowed()
-        return _done(control.close_group(VLLM_GROUP))
+        return done(control.close_group(VLLM_GROUP))
 
     @app.post("/init_broadcaster")
     def init_broadcaster() -> Response:
@@ -287,7 +291,7 @@ def _install_vllm(app: Flask, control: Control) -> None:
             made_by="vllm",
             seconds=wanted.timeout,
         )
-        return _done(control.ask(wire.OpenGroup, group, field="host"))
+        return done(control.ask(wire.OpenGroup, group, field="host"))
 
     @app.get("/weight_info")
     def weight_info() -> Response:
@@ -295,7 +299,7 @@ def _install_vllm(app: Flask, control: Control) -> None:
         return json_response({"weight_version": control.stats()["weight_version"]})
 
 
-def _done(values: dict[str, Any]) -> Response:
+def done(values: dict[str, Any]) -> Response:
     """Of a route of our own, or of vLLM's, whose clients look at the status alone."""
     now = {name: values[name] for name in ("epoch", "weight_version")}
     return json_response({"status": "ok", **now})

@@ -143,6 +143,21 @@ class NameWeights(Query, frozen=True):
     version: str
 
 
+class Sleep(Query, frozen=True):
+    """Give memory back, by tags: "weights", "kv_cache"; `keep_weights`: in the host's meanwhile.
+    Requests that run are treated as by Pause before; those that come wait. See engine.sleep."""
+
+    tags: list[str]
+    keep_weights: bool
+    mode: str
+
+
+class WakeUp(Query, frozen=True):
+    """Take memory of these tags again, and go on when all is there, weights too."""
+
+    tags: list[str]
+
+
 class OpenGroup(Query, frozen=True):
     """Make a group with a trainer, which does the same: answered when it has come about. Until then
     what runs stands still."""
@@ -294,7 +309,7 @@ class EngineEnded(Reply, frozen=True):
 
 
 WeightsQuery = UpdateWeights | BeginUpdate | FinishUpdate | NameWeights
-ControlQuery = Pause | Resume | WeightsQuery | OpenGroup | CloseGroup
+ControlQuery = Pause | Resume | WeightsQuery | OpenGroup | CloseGroup | Sleep | WakeUp
 AnyQuery = GetStats | AbortAnswers | AbortAll | ResetPrefixCache | ControlQuery
 AnyCommand = Join | Joined | Left | AddRequest | AbortRequest | AnyQuery
 CoordinatorCommand = Place | Moved | Started | Ended

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_hybrid.errors import RequestError, WeightsError
+from megatron_hybrid.errors import RequestError, SleepError, WeightsError
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.weight_transfer.requests import FromFolder, FromGroup, FromPrime
 
@@ -130,6 +130,9 @@ class EngineControl:
         except WeightsError as error:
             logger.warning("%s: it was refused: %s", _words(query), error)
             self._refuse(client, query, str(error), 400)
+        except (SleepError, RequestError) as error:
+            status = getattr(error, "status", _Conflict.status)
+            self._refuse(client, query, str(error), status)
         except Exception as error:  # the engine's next step says whether it can go on
             logger.exception("%s: it failed.", _words(query))
             self._refuse(client, query, str(error), 500)
@@ -158,6 +161,10 @@ class EngineControl:
                 if not weights.is_open:
                     raise WeightsError("No update in several pieces has begun.")
                 weights.finish(query.version)
+            case wire.Sleep(tags=tags):
+                self.engine.sleep(tags, query.keep_weights)
+            case wire.WakeUp(tags=tags):
+                self.engine.wake_up(tags)
             case wire.OpenGroup():
                 self._transfers().open(query.group)
             case wire.CloseGroup():
@@ -196,6 +203,8 @@ def _words(query: wire.ControlQuery) -> str:
             return f"New weights from group {group!r}"
         case wire.UpdateWeights():
             return "New weights from other processes' memory"
+        case wire.Sleep() | wire.WakeUp():
+            return "The device's memory and its tenants"
         case wire.OpenGroup(group=group):
             return f"The members of group {group.name!r}"
         case wire.CloseGroup(name=name):

@@ -256,7 +256,8 @@ class EngineLoop:
                 self._control.take(client, command)  # which answers
 
     def _reset_cache(self, query_id: int, if_idle: bool) -> wire.Result:
-        if if_idle and self._requests:
+        at_rest = self.engine.is_paused and self.engine.is_quiet
+        if if_idle and self._requests and not at_rest:
             error = f"{len(self._requests)} requests run or wait, so the cache was not flushed."
             return wire.Result(query_id, error=error, status=400)
         self.engine.reset_prefix_cache()

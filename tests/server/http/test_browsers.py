@@ -13,12 +13,14 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.server.http.app import create_app
 from megatron_hybrid.server.http.browsers import parse_hosts, parse_origins
 from megatron_hybrid.server.http.serving import Serving
-from megatron_hybrid.server.keys import ApiKey
+from megatron_hybrid.server.keys import CONTROL_PATHS, ApiKey
 from megatron_hybrid.server.options import ServerOptions
 from tests.server.fake_engine import FakeEngine
 
 HELLO = {"prompt": "Hello", "max_tokens": 2, "temperature": 0}
+ARE_READ = ("/is_paused", "/weight_info", "/is_sleeping")
 BODIES: dict[str, Any] = {
+    **{path: {} for path in CONTROL_PATHS if path not in ARE_READ},
     "/v1/completions": HELLO,
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},

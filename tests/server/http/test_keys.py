@@ -107,6 +107,8 @@ def test_with_admin_keys_others_do_not_control_the_server(make: Make, engine: Fa
     for path in CONTROL_PATHS:
         answer = http.post(path, json={"x": 1}, headers=bearer("omega"))
         assert answer.status_code not in (401, 403)
+    for path in ("/wake_up", "/resume"):
+        assert http.post(path, json={}, headers=bearer("omega")).status_code == 200
     for key in ("alpha", "omega"):
         assert http.post("/v1/completions", json=PROMPT, headers=bearer(key)).status_code == 200
 

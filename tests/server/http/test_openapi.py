@@ -129,7 +129,7 @@ def test_every_get_route_answers_with_all_fields_that_are_described_and_no_other
     for path, operations in document["paths"].items():
         content = operations.get("get", {"responses": {"200": {"content": {}}}})
         schema = content["responses"]["200"]["content"].get("application/json", {}).get("schema")
-        if schema is None:
+        if schema is None or path.endswith("_memory_occupation"):  # which are no questions
             continue
         name = stored if "responses" in path else "reference_model"
         answer = reference_http.get(path.replace("{name}", name))

@@ -241,6 +241,7 @@ _WEIGHTS: dict[str, Any] = {
 Controlled = shape("Controlled", status=Literal["ok"], **_WEIGHTS)
 Succeeded = shape("Succeeded", success=Literal[True], message=str, **_WEIGHTS)
 Paused = shape("Paused", is_paused=bool)
+Sleeping = shape("Sleeping", is_sleeping=bool)
 WeightInfo = shape("WeightInfo", weight_version=str)
 Load = shape("Load", server_load=Count)
 Version = shape("Version", version=str)
@@ -346,6 +347,8 @@ Figures = shape(
     **dict.fromkeys(("requests_running", "requests_waiting", "epoch", *Occupancy._fields), Count),
     paused=bool,
     weight_version=str,
+    sleeping=says(dict[str, bool], "What memory is given back, if any can be."),
+    sleeping_bytes=Count,
     started=says(float, "By the machine's monotonic clock."),
     **_COUNTERS,
     kv_cached_by_age=list[tuple[str, int]],

@@ -20,6 +20,7 @@ Host = Annotated[str, Meta(min_length=1, max_length=255)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Shape = list[Annotated[int, Meta(ge=0)]]
 Rank = Annotated[int, Meta(ge=0, le=2**20)]
+Tag = Literal["weights", "kv_cache", "cuda_graph"]
 ChunkBytes = Annotated[int, Meta(ge=1, le=2**40)]
 
 
@@ -224,6 +225,39 @@ class PauseQuery(Theirs):
 
     mode: Literal["finish", "wait", "abort", "keep"] | None = None
     clear_cache: bool | None = None
+
+
+class SleepQuery(Theirs):
+    """Of /sleep.
+
+    level: 0: only pause; 1: weights are kept in the host's memory; 2: they are given up, and have
+        to be brought again.
+    mode: What becomes of requests that run; wait is finish.
+    """
+
+    level: Literal[0, 1, 2] | None = 1
+    mode: Literal["finish", "wait", "abort", "keep"] | None = "abort"
+
+
+class WakeUpQuery(Theirs):
+    """Of /wake_up.
+
+    tags: weights, kv_cache, or scheduling, which is /resume; given again for more. None: all of it.
+    """
+
+    tags: Tag | Literal["scheduling"] | None = None
+
+
+class MemoryRequest(Theirs):
+    """Of /release_memory_occupation and /resume_memory_occupation.
+
+    tags: weights, kv_cache; cuda_graph changes nothing. None: all.
+    keep_weights: Of the first: they are kept in the host's memory. Else they are given up, and have
+        to be brought again, as SGLang has it.
+    """
+
+    tags: list[Tag] | None = None
+    keep_weights: bool | None = False
 
 
 class PauseGenerationRequest(Theirs):

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from flask import Flask, Response, g, request
-from werkzeug.exceptions import Forbidden
+from flask import Flask, Response, g
 
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.server.http.answering import answered, request_body, small_body
-from megatron_hybrid.server.http.control import check_control
+from megatron_hybrid.server.http.control import check_control, check_page
 from megatron_hybrid.server.http.generation import new_id
 from megatron_hybrid.server.http.http_errors import json_response
 from megatron_hybrid.server.http.serving import Serving
@@ -24,8 +23,6 @@ from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.subscription import EngineUnavailable
 
 LIVENESS_SECONDS = 30.0
-# What a browser says of a request that it sends for a page of another site.
-_OTHER_SITES = ("cross-site", "same-site")
 
 
 def install(app: Flask, serving: Serving) -> None:
@@ -62,9 +59,7 @@ def _install_control(app: Flask, serving: Serving) -> None:
 
     @app.route("/flush_cache", methods=["GET", "POST"])
     def flush_cache() -> Response:
-        if request.headers.get("Sec-Fetch-Site") in _OTHER_SITES:
-            # An image's address is enough for a GET; nothing else of ours changes by one.
-            raise Forbidden("A page of another site asks for it.")
+        check_page()
         serving.client.ask(wire.ResetPrefixCache, True)
         return Response("Cache flushed.\n", mimetype="text/plain")
 
