@@ -26,6 +26,8 @@ MOST_BLOCK_SIZE = 2**20
 MOST_REQUESTS = 2**16
 MOST_TOKENS = 2**24
 MOST_GB = 2**30
+MOST_LORAS = 1024
+MOST_LORA_RANK = 512
 
 
 def _from_environment() -> bool:
@@ -302,6 +304,24 @@ class EngineConfig(Settings):
         least=1,
         most=MOST_WRITE_INTERVAL,
     )
+    enable_lora: bool = option(
+        False, "take low-rank adapters (LoRA), of which each request may name one: docs/lora.md"
+    )
+    max_loras: int = option(
+        8,
+        "with --enable-lora: adapters on the device at once, also unloaded ones still in use",
+        least=1,
+        most=MOST_LORAS,
+    )
+    max_lora_rank: int = option(
+        16, "with --enable-lora: the largest rank of an adapter", least=1, most=MOST_LORA_RANK
+    )
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "adapters to load at the start: folders that PEFT saved, and the names that requests call "
+        "them by",
+        metavar="NAME=DIR",
+    )
     batch_invariant: bool = option(
         _from_environment,
         "tokens and log-probabilities of a request have the same bits alone and beside any others, "
@@ -331,6 +351,7 @@ class EngineConfig(Settings):
 
         self._check_transformer_engine()
         self._check_batch_invariant()
+        _ = self.adapter_folders
         states = self.mamba_inference_ssm_states_dtype
         if self.mamba_inference_stochastic_rounding and states != "float16":
             raise ConfigurationError(
@@ -390,6 +411,21 @@ class EngineConfig(Settings):
                     f"--transformer-impl is transformer_engine, which does not go together with "
                     f"--{flag} {value}; leave one of them out."
                 )
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Those to load at the start, by name."""
+        found: dict[str, str] = {}
+        for text in self.lora_modules:
+            name, separator, folder = text.partition("=")
+            if not (name and separator and folder) or name in found:
+                raise ConfigurationError(
+                    f"--lora-modules has {text!r}; it takes NAME=DIR, each name once."
+                )
+            found[name] = folder
+        if found and not self.enable_lora:
+            raise ConfigurationError("--lora-modules needs --enable-lora.")
+        return found
 
     @property
     def parallel_sizes(self) -> ParallelSizes:

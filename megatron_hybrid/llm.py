@@ -44,6 +44,18 @@ class _Options(NamedTuple):
     cache_salt: str
     priority: int
     cache_checkpoints: Sequence[int]
+    adapter: str | Sequence[str]  # one for all, or one for each
+
+    def each(self, count: int) -> list[dict[str, Any]]:
+        """Of so many requests."""
+        adapters = self.adapter
+        if isinstance(adapters, str) or not is_sequence(adapters):
+            return [self._asdict()] * count
+        if len(adapters) != count:
+            raise InvalidRequestError(
+                "adapter", f"There are {count} prompts but {len(adapters)} adapters."
+            )
+        return [self._replace(adapter=adapter)._asdict() for adapter in adapters]
 
 
 class LLM:
@@ -99,6 +111,7 @@ class LLM:
         cache_salt: str = "",
         priority: int = 0,
         cache_checkpoints: Sequence[int] = (),
+        adapter: str | Sequence[str] = "",
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Answer all prompts, texts or token ids, batched; outputs in the order of the prompts.
@@ -106,8 +119,9 @@ class LLM:
         `params`: one for all, or one for each. With n > 1 an output is the first answer, and its
         `choices` are all of them. `cache_salt`: prefixes are shared only under the same one.
         `priority`: a smaller number runs first. `cache_checkpoints`: positions in each prompt at
-        whose exact end a state is to be kept. A progress bar shows on long batches. Raises
-        InvalidRequestError, and generates nothing, if a request can't be served.
+        whose exact end a state is to be kept. `adapter`: a name of `load_adapter`, or one for each
+        prompt, "" for none. A progress bar shows on long batches. Raises InvalidRequestError, and
+        generates nothing, if a request can't be served.
 
         Where replicas share experts, each calls it, with no prompts if it has none, and it returns
         when no replica has work left.
@@ -115,7 +129,7 @@ class LLM:
         with self._joining_if_refused():
             encoded = self._encoder.prompts(prompts)
         return self._run(
-            encoded, params, _Options(cache_salt, priority, cache_checkpoints), progress
+            encoded, params, _Options(cache_salt, priority, cache_checkpoints, adapter), progress
         )
 
     def chat(
@@ -126,6 +140,7 @@ class LLM:
         cache_salt: str = "",
         priority: int = 0,
         cache_checkpoints: Sequence[int] = (),
+        adapter: str | Sequence[str] = "",
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, rendered by the model's chat template; everything
@@ -141,7 +156,7 @@ class LLM:
                 chats = enumerate(messages)
                 encoded = [self._encoder.chat(chat, f"messages[{i}]") for i, chat in chats]
         return self._run(
-            encoded, params, _Options(cache_salt, priority, cache_checkpoints), progress
+            encoded, params, _Options(cache_salt, priority, cache_checkpoints, adapter), progress
         )
 
     def stream(
@@ -152,11 +167,12 @@ class LLM:
         cache_salt: str = "",
         priority: int = 0,
         cache_checkpoints: Sequence[int] = (),
+        adapter: str = "",
     ) -> Iterator[RequestOutput]:
         """The output so far, again after every step that adds to it: always the same object, which
         grows, so copy what is to be kept as it is. Ending the loop early aborts the request.
         Raises InvalidRequestError for n > 1."""
-        options = _Options(cache_salt, priority, cache_checkpoints)
+        options = _Options(cache_salt, priority, cache_checkpoints, adapter)
         with self._joining_if_refused():
             if params is not None and not isinstance(params, SamplingParams):
                 raise wrong_kind("params", params, "SamplingParams or None")
@@ -192,6 +208,7 @@ class LLM:
         top_logprobs: int = 0,
         cache_salt: str = "",
         priority: int = 0,
+        adapter: str = "",
         progress: bool = True,
     ) -> list[list[AnswerScore]]:
         """How likely given answers are behind prompts, all batched: of each prompt, and of each of
@@ -210,7 +227,9 @@ class LLM:
                     ids = joined(prompt, answer, self.engine.vocab_size, limit, flag=flag, **names)
                     both.append(EncodedPrompt(ids, kept_at(len(prompt))))
                     params.append(params_behind(len(prompt), top_logprobs))
-        outputs = iter(self._run(both, params, _Options(cache_salt, priority, ()), progress))
+        outputs = iter(
+            self._run(both, params, _Options(cache_salt, priority, (), adapter), progress)
+        )
         return [[AnswerScore.of(ids, next(outputs)) for _, ids in behind] for behind in several]
 
     def pause(self, mode: str = "finish") -> None:
@@ -244,6 +263,24 @@ class LLM:
             if not was_paused:
                 self.engine.resume()
         return self.engine.epoch
+
+    def load_adapter(
+        self, name: str, source: WeightsSource, config: Mapping[str, Any] | None = None
+    ) -> None:
+        """Let requests have a low-rank adapter by this name; needs enable_lora=True.
+
+        `source`: a folder that PEFT saved; or tensors by PEFT's names, a mapping or pairs, and in
+        `config` what adapter_config.json would say. Under torchrun every rank passes whole tensors.
+        A name that is loaded stands for the new adapter from now on; streams that have begun with
+        the old one go on with that. Raises WeightsError for an adapter that does not fit, and
+        InvalidRequestError where max_loras are in use; neither changes anything.
+        """
+        self.engine.load_adapter(name, source, config)
+
+    def unload_adapter(self, name: str) -> None:
+        """No further request can have it; streams that have begun go on with it. Raises
+        InvalidRequestError for an unknown name."""
+        self.engine.unload_adapter(name)
 
     @property
     def system_fingerprint(self) -> str:
@@ -296,15 +333,15 @@ class LLM:
             self._answers(f"llm-{next(self._ids)}", prompt.token_ids, one)
             for prompt, one in zip(prompts, params, strict=True)
         ]
-        submitted: list[GrowingOutput] = []
+        each, submitted = options.each(len(prompts)), list[GrowingOutput]()
         try:
-            for answers, prompt, one in zip(requests, prompts, params, strict=True):
+            for answers, prompt, one, own in zip(requests, prompts, params, each, strict=True):
                 self.engine.add_request(
                     answers[0].output.request_id,
                     prompt.token_ids,
                     one,
                     message_ends=prompt.message_ends,
-                    **options._asdict(),
+                    **own,
                 )
                 self._open.update((answer.key, answer) for answer in answers)
                 submitted += answers

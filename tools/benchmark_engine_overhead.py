@@ -186,6 +186,9 @@ class FixedLogitsRunner:
     def update_weights(self, source: WeightsSource) -> None:
         pass
 
+    def load_adapter(self, slot: int, source: WeightsSource, config: object) -> str:
+        return ""
+
 
 def time_steps(requests: int, prompt_tokens: int, steps: int, vocab_size: int) -> dict[str, Any]:
     """Milliseconds a step with `requests` requests decoding."""

@@ -121,6 +121,10 @@ class Scheduler:
         known = [request for same_id in self._open.values() for request in same_id.values()]
         return [request for request in known if request.status is RequestStatus.RUNNING]
 
+    def adapter_slots(self) -> set[int]:
+        """Those of requests that have not ended."""
+        return {one.adapter.slot for same_id in self._open.values() for one in same_id.values()}
+
     @property
     def num_running(self) -> int:
         """Requests that have a row."""
@@ -199,6 +203,7 @@ class Scheduler:
                 self._admit_waiting(plan, budget)
         self._thoughts.plan()
         self.decodes.plan(plan)
+        plan.adapters = bool(context.rows.adapter.any())
         statistics.step = plan.step
         statistics.running, statistics.waiting = len(self._running), len(self._waiting)
         return plan

@@ -122,6 +122,7 @@ class StepPlan:
     catch_ups: list[CatchUp] = field(default_factory=list)
     packs: list[StateMove] = field(default_factory=list)  # from full slots to packed ones
     unpacks: list[StateMove] = field(default_factory=list)  # and back; after these
+    adapters: bool = False  # whether any running row has one
 
     @property
     def num_drafts(self) -> int:
@@ -183,6 +184,7 @@ class StepDemand(NamedTuple):
     runs: int = 0  # 1: decodes take up accepted drafts, or have some
     widest: int = 0  # drafts of the row that has most, where the device makes them row by row
     pairs: int = 0  # of a prompt's token and one that it may see
+    adapters: int = 0  # 1: some token has one
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepDemand:
@@ -203,6 +205,7 @@ class StepDemand(NamedTuple):
             runs=int(plan.drafts is not None),
             widest=0 if plan.drafts is None else plan.drafts.widest,
             pairs=plan.num_pairs,
+            adapters=int(plan.adapters),
         )
 
 
@@ -263,3 +266,9 @@ class Runner(Protocol):
     def update_weights(self, source: WeightsSource) -> None:
         """Overwrite the model's weights in place. Raises WeightsError, without any effect, for
         weights that do not fit; after another error nothing can be computed any more."""
+
+    def load_adapter(
+        self, slot: int, source: WeightsSource, config: Mapping[str, Any] | None
+    ) -> str:
+        """Put an adapter into a slot that nobody uses; the digest of its weights. Raises
+        WeightsError for one that does not fit."""

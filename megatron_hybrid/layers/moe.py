@@ -221,7 +221,9 @@ class MoE(Mixer):
         """The shared MLP for the experts' kernels, or what it gives for them to add."""
         if self.shared is None:
             return None
-        shared = self._shared_expert(layer)
+        shared = None
+        if plans.kernels.adapters is None:  # which are added between its two products
+            shared = self._shared_expert(layer)
         if shared is not None and plans.kernels.experts.takes_shared(x, layer, shared):
             return shared
         return SharedResult(self.shared(x, plans), self.shared_gate)

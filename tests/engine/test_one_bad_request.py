@@ -147,7 +147,7 @@ class BadGrammars:
 @pytest.mark.parametrize("name", ["compute_bitmask", "consume_token", "is_stopped", "is_error"])
 def test_a_grammar_that_raises_ends_its_answer_with_an_error(name, monkeypatch):
     engine = make_engine()
-    engine._grammars = BadGrammars(name)
+    engine.incoming.grammars = BadGrammars(name)
     adjustments, launch = LogitAdjustments(engine.context.rows, None), engine.runner.launch
 
     def ask_and_launch(plan, agreed=None):
@@ -172,7 +172,7 @@ def test_a_grammar_that_raises_ends_its_answer_with_an_error(name, monkeypatch):
 
 def test_no_end_of_the_answer_hides_that_its_grammar_has_failed():
     engine = make_engine(eos=tuple(range(VOCAB)))
-    engine._grammars = BadGrammars("consume_token", at=1)
+    engine.incoming.grammars = BadGrammars("consume_token", at=1)
     engine.add_request("bad", T[:9], replace(GRAMMAR, ignore_eos=False))
     (event,) = run(engine)["bad"]
     assert event.finish_reason is FinishReason.ERROR and event.stop_token_id is None

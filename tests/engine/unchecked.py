@@ -42,6 +42,9 @@ class UncheckedRunner:
     def update_weights(self, source: WeightsSource) -> None:
         pass
 
+    def load_adapter(self, slot: int, source: WeightsSource, config: object) -> str:
+        return ""
+
 
 def make_engine(
     *,

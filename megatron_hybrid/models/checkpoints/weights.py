@@ -185,8 +185,8 @@ def update_model(model: HybridModel, source: str | Path | Tensors) -> None:
                 opened = TensorSource(model.config, source)
             placed = _place(model, opened, some=not isinstance(source, str | Path))
         except Exception as error:  # of whatever gives the tensors: nothing has been changed yet
-            refused = _refusal(error)
-        _refuse_together(parallel.lockstep, refused)
+            refused = refusal(error)
+        refuse_together(parallel.lockstep, refused)
         _check(model, placed, opened)
         lost: Exception | None = None
         try:
@@ -202,7 +202,7 @@ def update_model(model: HybridModel, source: str | Path | Tensors) -> None:
             ) from lost
 
 
-def _refusal(error: Exception) -> WeightsError:
+def refusal(error: Exception) -> WeightsError:
     """What went wrong before anything was changed."""
     if isinstance(error, WeightsError):
         return error
@@ -213,7 +213,7 @@ def _refusal(error: Exception) -> WeightsError:
     return refused
 
 
-def _refuse_together(ranks: RankGroup, refused: WeightsError | None) -> None:
+def refuse_together(ranks: RankGroup, refused: WeightsError | None) -> None:
     """Raise on every rank if one refuses."""
     if not ranks.minimum(int(refused is None)):
         raise refused or WeightsError("Another rank refuses the weights; its log says why.")
@@ -316,8 +316,8 @@ def _check(model: HybridModel, placed: list[_Placed], source: WeightSource) -> N
             if quantized is not None:
                 quantized.check_values()
     except Exception as error:  # of tensors in memory each rank has its own
-        refused = _refusal(error)
-    _refuse_together(lockstep, refused)
+        refused = refusal(error)
+    refuse_together(lockstep, refused)
 
 
 def _loaded(source: WeightSource, part: Part, place: Location) -> Tensor:
