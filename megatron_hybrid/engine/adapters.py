@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.execution.plan import Runner, WeightsSource
 from megatron_hybrid.request import MAX_NAME_LENGTH, validate_text
+from megatron_hybrid.values import show
 
 
 class Adapter(NamedTuple):
@@ -79,9 +80,9 @@ class Adapters:
         if free is None:
             raise InvalidRequestError(
                 "adapter",
-                f"Adapter {name!r} has no room: the {self._slots} that --max-loras allows are "
-                f"loaded ({', '.join(map(repr, self._by_name))}) or still used by requests that "
-                "run. Unload one, or start with a larger --max-loras.",
+                f"Adapter {show(name)} has no room: as many as --max-loras allows, {self._slots}, "
+                f"are loaded ({self._known()}) or still used by requests that have not ended. "
+                "Unload one, or start with a larger --max-loras.",
             )
         digest = runner.load_adapter(free, source, config)
         self._by_name[name] = Adapter(name, free, digest)
@@ -93,10 +94,12 @@ class Adapters:
 
     def _unknown(self, name: str) -> InvalidRequestError:
         self._check_enabled()
-        known = ", ".join(map(repr, self._by_name)) or "none"
         return InvalidRequestError(
-            "adapter", f"Adapter {name!r} is not loaded; there are: {known}.", 404
+            "adapter", f"Adapter {show(name)} is not loaded; there are: {self._known()}.", 404
         )
+
+    def _known(self) -> str:
+        return ", ".join(map(show, self._by_name)) or "none"
 
     def _check_enabled(self) -> None:
         if not self._slots:

@@ -203,6 +203,7 @@ def _gpu() -> KernelSet:
     from megatron_hybrid.kernels.experts import triton as experts
     from megatron_hybrid.kernels.gated_delta_rule import triton as gated_delta_rule
     from megatron_hybrid.kernels.linear import triton as linear
+    from megatron_hybrid.kernels.lora import triton as lora
     from megatron_hybrid.kernels.mamba1_scan import triton as mamba1_scan
     from megatron_hybrid.kernels.mamba1_scan import triton_projected as projected_mamba1
     from megatron_hybrid.kernels.mamba2_scan import triton as mamba2_scan
@@ -228,6 +229,7 @@ def _gpu() -> KernelSet:
         rope=rope,
         sampling=sampling,
         captures=True,
+        lora=lora,
         projected_mamba1=projected_mamba1,
     )
     if importlib.util.find_spec("flashinfer") is None:

@@ -267,8 +267,9 @@ class HybridModel(nn.Module):
         """Of its linear layers that may have adapters: those in the model's own blocks, without
         experts."""
         for block, part in self.weight_parts():
-            is_own = block is not None and block < len(self.config.pattern)
-            if not is_own or not isinstance(part, LinearPart) or ".experts." in part.role:
+            if block is None or block >= len(self.config.pattern):
+                continue
+            if not isinstance(part, LinearPart) or ".experts." in part.role:
                 continue
             shared = part.role.startswith("transformer.")
             uses = len(uses_of_shared(self.config, block)) if shared else 1

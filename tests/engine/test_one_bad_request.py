@@ -69,6 +69,8 @@ def test_names_are_checked_at_the_door(field: str, value: Any):
         engine.add_request(prompt_token_ids=T[:9], params=PARAMS, **options)
     assert refused.value.field == field
     longest = {"request_id": "long", field: "é" * 1024}
+    engine.unload_adapter("a")
+    engine.load_adapter("é" * 1024, "")
     engine.add_request(prompt_token_ids=T[:9], params=PARAMS, **longest)
     events = run(engine)
     check_others(events)
@@ -101,7 +103,7 @@ def test_of_a_request_that_fails_at_the_door_nothing_is_left(monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr("megatron_hybrid.engine.engine.stream_seed", fail)
+        patched.setattr("megatron_hybrid.engine.incoming.stream_seed", fail)
         with pytest.raises(MemoryError):
             engine.add_request("bad", T[:9], SamplingParams(n=2))
     engine.add_request("bad", T[:9], PARAMS)

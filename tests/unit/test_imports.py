@@ -16,7 +16,7 @@ ROOMS = """
     cache kv_events
     flag_names settings rank_layout config arguments
     kernels parallel layers
-    models models.families models.checkpoints
+    models models.families models.checkpoints models.adapters
     disaggregation
     text execution engine
     watchdog

@@ -38,7 +38,7 @@ class Lora(Protocol):
         and B in slot slots[t], in place, for tokens with a slot above 0.
 
         y [tokens, N] and x [tokens, K] in the weights' type, rows may be strided; slots [tokens]
-        integers. Sums are in float32, and y is rounded once more.
+        integers. Sums are in float32; those over k are rounded to that type, and y once more.
         """
 
 

@@ -22,7 +22,7 @@ def add(
             continue
         tokens = (slots == slot).nonzero().flatten()
         rows = x.index_select(0, tokens).float()
-        low = linear(rows, weights.a[slot - 1].float(), None)
+        low = linear(rows, weights.a[slot - 1].float(), None).to(x.dtype).float()
         added = y.index_select(0, tokens).float()
         for role, one in enumerate(low.split(weights.rank, dim=1)):
             outputs = (weights.roles == role).nonzero().flatten()
