@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.errors import InvalidRequestError, WeightsError
 from megatron_hybrid.execution.plan import Runner, WeightsSource
 from megatron_hybrid.request import MAX_NAME_LENGTH, validate_text
 from megatron_hybrid.values import show
@@ -73,10 +73,11 @@ class Adapters:
         validate_text("adapter", name, MAX_NAME_LENGTH)
         if not name:
             raise InvalidRequestError("adapter", "An adapter needs a name.")
-        taken = {own.slot for own in self._by_name.values()} | in_use()
+        used, old = in_use(), self._by_name.get(name)
+        taken = {own.slot for own in self._by_name.values()} | used
         free = next((slot for slot in range(1, self._slots + 1) if slot not in taken), None)
-        if free is None and name in self._by_name and self._by_name[name].slot not in in_use():
-            free = self._by_name.pop(name).slot  # nobody needs the old one
+        if free is None and old is not None and old.slot not in used:
+            free = old.slot  # which nobody needs any more
         if free is None:
             raise InvalidRequestError(
                 "adapter",
@@ -84,7 +85,14 @@ class Adapters:
                 f"are loaded ({self._known()}) or still used by requests that have not ended. "
                 "Unload one, or start with a larger --max-loras.",
             )
-        digest = runner.load_adapter(free, source, config)
+        try:
+            digest = runner.load_adapter(free, source, config)
+        except WeightsError:
+            raise
+        except BaseException:  # interrupted: nobody knows what is in the slot
+            if old is not None and old.slot == free:
+                del self._by_name[name]
+            raise
         self._by_name[name] = Adapter(name, free, digest)
 
     def unload(self, name: str) -> None:
