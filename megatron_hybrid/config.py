@@ -10,7 +10,14 @@ from typing import Any
 from megatron_hybrid.cache.eviction import POLICIES
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.rank_layout import ParallelSizes
-from megatron_hybrid.settings import Settings, flag_of, option, read_yaml, split_values
+from megatron_hybrid.settings import (
+    Settings,
+    flag_of,
+    named_values,
+    option,
+    read_yaml,
+    split_values,
+)
 
 DTYPES = ("float32", "bfloat16", "float16")
 CACHED_STATES_DTYPES = (*DTYPES, "int8")
@@ -305,7 +312,7 @@ class EngineConfig(Settings):
         most=MOST_WRITE_INTERVAL,
     )
     enable_lora: bool = option(
-        False, "take low-rank adapters (LoRA), of which each request may name one: docs/lora.md"
+        False, "take low-rank adapters (LoRA), of which each request may name one"
     )
     max_loras: int = option(
         8,
@@ -316,10 +323,12 @@ class EngineConfig(Settings):
     max_lora_rank: int = option(
         16, "with --enable-lora: the largest rank of an adapter", least=1, most=MOST_LORA_RANK
     )
+    lora_experts: bool = option(
+        False, "with --enable-lora: room for adapters of experts, too, which takes much memory"
+    )
     lora_modules: tuple[str, ...] = option(
         (),
-        "adapters to load at the start: folders that PEFT saved, and the names that requests call "
-        "them by",
+        "adapters to load at the start: folders that PEFT saved, by the names in requests",
         metavar="NAME=DIR",
     )
     batch_invariant: bool = option(
@@ -339,7 +348,7 @@ class EngineConfig(Settings):
             if isinstance(size, int | float) and size <= 0:
                 raise ConfigurationError(f"{flag_of(name)} is {size!r}; it must be more than 0.")
         super().__post_init__()
-        _ = self.parallel_sizes  # refuses what does not go together
+        _ = self.parallel_sizes, self.adapter_folders  # which refuse what does not go together
         requests = self.inference_dynamic_batching_max_requests
         tokens = self.inference_dynamic_batching_max_tokens
         if requests is not None and requests > tokens:
@@ -351,7 +360,6 @@ class EngineConfig(Settings):
 
         self._check_transformer_engine()
         self._check_batch_invariant()
-        _ = self.adapter_folders
         states = self.mamba_inference_ssm_states_dtype
         if self.mamba_inference_stochastic_rounding and states != "float16":
             raise ConfigurationError(
@@ -415,17 +423,9 @@ class EngineConfig(Settings):
     @property
     def adapter_folders(self) -> dict[str, str]:
         """Those to load at the start, by name."""
-        found: dict[str, str] = {}
-        for text in self.lora_modules:
-            name, separator, folder = text.partition("=")
-            if not (name and separator and folder) or name in found:
-                raise ConfigurationError(
-                    f"--lora-modules has {text!r}; it takes NAME=DIR, each name once."
-                )
-            found[name] = folder
-        if found and not self.enable_lora:
-            raise ConfigurationError("--lora-modules needs --enable-lora.")
-        return found
+        if (self.lora_modules or self.lora_experts) and not self.enable_lora:
+            raise ConfigurationError("--lora-modules and --lora-experts need --enable-lora.")
+        return named_values("--lora-modules", self.lora_modules)
 
     @property
     def parallel_sizes(self) -> ParallelSizes:

@@ -30,6 +30,24 @@ TARGETS: dict[str, tuple[str, ...]] = {
 }
 
 
+# Of a family with experts: its stacked weights.
+EXPERTS = {
+    "qwen3_next": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    "jamba": ("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
+    "granite_moe_hybrid": (
+        "block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj",
+    ),
+}  # fmt: skip
+
+
+def with_experts(family: str, adapters: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The same adapters, of experts too."""
+    return {
+        name: options | {"target_parameters": list(EXPERTS[family])}
+        for name, options in adapters.items()
+    }
+
+
 # transformers multiplies with dt_proj.weight itself, which PEFT's layers know nothing of: their
 # adapters are in it once they are merged.
 MERGED = ("falcon_mamba", "jamba")

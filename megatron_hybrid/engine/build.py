@@ -305,7 +305,7 @@ class _Plan:
         with torch.device("meta"):  # so that memory is planned before anything large is read
             formats = formats_of(folder, config.quantization, config.load_format)
             shapes = HybridModel(model_config, parallel, *dtypes, mtp, formats, replay_chunk)
-        check_adapters(config)
+        check_adapters(config, shapes, device)
         check_batch_invariant(config, shapes)
         check_host_memory(config)
         check_kv_dtype(config, shapes, device)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_hybrid.kernels.experts.protocol import ExpertAdapters
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.lora.protocol import AdapterWeights, Lora
@@ -39,12 +40,18 @@ class TokenAdapters:
         if (weights := self.weights.get(layer)) is not None:
             self.lora.add(y, plain_rows(x), weights, self.slots)
 
+    def of_experts(self, up: Linear, down: Linear) -> ExpertAdapters | None:
+        """See StepAdapters."""
+        if up not in self.weights:
+            return None
+        return ExpertAdapters(self.slots, self.weights[up], self.weights[down])
+
     def of_logits(self, inputs: StepInputs) -> TokenAdapters:
         """Of tokens whose logits are wanted."""
         return replace(self, slots=inputs.of_logits(self.slots))
 
-    def of_copy(self, copy: Tensor | int, copies: int) -> TokenAdapters:
-        """Those of one of a layer's `copies`: see AdapterSlots."""
+    def of_copy(self, copy: int, copies: int) -> TokenAdapters:
+        """Those of one of a layer's copies, by slots that count all copies'."""
         slots = (self.slots - 1) * copies + copy + 1
         return replace(self, slots=slots.masked_fill(self.slots == 0, 0))
 
@@ -61,7 +68,6 @@ class AdaptedPart(NamedTuple):
 class _Layer(NamedTuple):
     weights: AdapterWeights
     roles: list[str]
-    copies: int
 
 
 class AdapterSlots:
@@ -69,8 +75,7 @@ class AdapterSlots:
     `rank`. All are zeros, which add nothing, until `place` is written to.
 
     What is one layer here may be several of the model's: experts in one weight, a layer that
-    several blocks use. Each such copy has adapters of its own: those of copy c in slot s are in
-    slot (s - 1) * copies + c + 1 of the layer.
+    several blocks use. Each such copy has adapters of its own: see AdapterWeights.
     """
 
     def __init__(
@@ -78,8 +83,9 @@ class AdapterSlots:
     ) -> None:
         """`parts`: of the layers that may have adapters, all parts of each."""
         self.num_slots, self.rank = slots, rank
+        self.parts = list(parts)
         by_layer: dict[Linear, list[AdaptedPart]] = {}
-        for one in parts:
+        for one in self.parts:
             by_layer.setdefault(one.part.layer, []).append(one)
         self._layers = {
             layer: self._allocate(layer, own, torch.device(device))
@@ -104,7 +110,7 @@ class AdapterSlots:
             count, len(roles) * self.rank, layer.inputs, dtype=layer.dtype, device=device
         )
         b = torch.zeros(count, outputs, self.rank, dtype=layer.dtype, device=device)
-        return _Layer(AdapterWeights(a, b, of_row.to(device)), roles, copies)
+        return _Layer(AdapterWeights(a, b, of_row.to(device), copies), roles)
 
     @property
     def nbytes(self) -> int:
@@ -114,17 +120,17 @@ class AdapterSlots:
     def place(self, part: LinearPart, slot: int, use: int = 0) -> tuple[Tensor, Tensor]:
         """Where the adapter in a slot, from 1 on, has the A [rank, inputs] and the B [rows, rank]
         of a part of the model, in one of its uses. Parts of one role in one layer have one A."""
-        weights, roles, copies = self._layers[part.layer]
+        weights, roles = self._layers[part.layer]
         expert, first = divmod(part.first, weights.b.shape[1])
-        row = (slot - 1) * copies + expert + use
+        row = (slot - 1) * weights.copies + expert + use
         start = roles.index(_role(part)) * self.rank
         a = weights.a[row, start : start + self.rank]
         return a, weights.b[row, first : first + part.size]
 
     def clear(self, slot: int) -> None:
         """What is in a slot adds nothing."""
-        for weights, _, copies in self._layers.values():
-            own = slice((slot - 1) * copies, slot * copies)
+        for weights in self._weights.values():
+            own = slice((slot - 1) * weights.copies, slot * weights.copies)
             weights.a[own].zero_()
             weights.b[own].zero_()
 

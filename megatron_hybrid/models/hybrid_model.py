@@ -263,13 +263,13 @@ class HybridModel(nn.Module):
         if self.lm_head is not None:
             yield None, self._head_part(self.lm_head)
 
-    def adapted_parts(self) -> Iterator[AdaptedPart]:
-        """Of its linear layers that may have adapters: those in the model's own blocks, without
-        experts."""
+    def adapted_parts(self, experts: bool = False) -> Iterator[AdaptedPart]:
+        """Of its linear layers that may have adapters: those in the model's own blocks, with or
+        without `experts`."""
         for block, part in self.weight_parts():
             if block is None or block >= len(self.config.pattern):
                 continue
-            if not isinstance(part, LinearPart) or ".experts." in part.role:
+            if not isinstance(part, LinearPart) or (".experts." in part.role and not experts):
                 continue
             shared = part.role.startswith("transformer.")
             uses = len(uses_of_shared(self.config, block)) if shared else 1

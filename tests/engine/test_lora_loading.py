@@ -130,7 +130,7 @@ def test_at_the_start(adapted: Adapted, tmp_path: Path) -> None:
     for bad in (("a",), ("=x",), ("a=x", "a=y")):
         with pytest.raises(ConfigurationError, match="NAME=DIR"):
             LLM(str(adapted.folder), **OPTIONS, lora_modules=bad)
-    with pytest.raises(ConfigurationError, match="needs --enable-lora"):
+    with pytest.raises(ConfigurationError, match="need --enable-lora"):
         LLM(str(adapted.folder), lora_modules=("a=x",))
 
 

@@ -10,14 +10,19 @@ from megatron_hybrid.kernels.protocols import Inputs
 
 
 class AdapterWeights(NamedTuple):
-    """What adapters add to one linear layer on this rank. Slot s, from 1 on, is row s - 1; slot 0
-    is no adapter. A layer's outputs may come from several of a checkpoint's weights, its roles: a
-    role has an A of its own, an output belongs to one role. Adapters of a smaller rank are filled
-    up with zeros; what they are scaled by is part of B."""
+    """What adapters add to one linear layer on this rank.
 
-    a: Tensor  # [slots, roles * rank, K]
-    b: Tensor  # [slots, N, rank]
+    Slot s, from 1 on, is row s - 1; slot 0 is no adapter. Of several `copies` of a layer, such as
+    experts, each has adapters of its own: those of copy c are row (s - 1) * copies + c. A layer's
+    outputs may come from several of a checkpoint's weights, its roles: a role has an A of its own,
+    an output belongs to one role. Adapters of a smaller rank are filled up with zeros; what they
+    are scaled by is part of B.
+    """
+
+    a: Tensor  # [slots * copies, roles * rank, K]
+    b: Tensor  # [slots * copies, N, rank]
     roles: Tensor  # [N] int32: the role of each output
+    copies: int = 1
 
     @property
     def rank(self) -> int:
@@ -47,3 +52,6 @@ class StepAdapters(Protocol):
 
     def add(self, layer: Any, y: Tensor, x: Inputs) -> None:
         """To what a linear layer made of x what its adapters do, in place."""
+
+    def of_experts(self, up: Any, down: Any) -> Any:
+        """Those of experts' linear layers, as ExpertAdapters; None where these have none."""

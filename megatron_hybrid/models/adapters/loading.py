@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron_hybrid.errors import WeightsError
-from megatron_hybrid.layers.adapters import AdaptedPart
+from megatron_hybrid.layers.adapters import AdaptedPart, AdapterSlots
 from megatron_hybrid.layers.linear import LinearPart
 from megatron_hybrid.models.adapters.peft_adapter import LowRank, PeftAdapter
 from megatron_hybrid.models.checkpoints.weight_source import Tensors
@@ -41,7 +41,7 @@ def load_adapter(
             adapter = PeftAdapter.from_folder(source)
         else:
             adapter = PeftAdapter.from_tensors(source, config)
-        placed = list(_place(model, adapter, slots.rank))
+        placed = list(_place(model, adapter, slots))
         used = {one.low_rank.module for one in placed}
     except Exception as error:  # of whatever gives the tensors, too
         refused = refusal(error)
@@ -73,14 +73,14 @@ class _Placed(NamedTuple):
     scale: float
 
 
-def _place(model: HybridModel, adapter: PeftAdapter, most: int) -> Iterator[_Placed]:
-    """Raises WeightsError for a shape that does not fit, and for a rank above `most`."""
+def _place(model: HybridModel, adapter: PeftAdapter, slots: AdapterSlots) -> Iterator[_Placed]:
+    """Raises WeightsError for a shape that does not fit, and for too large a rank."""
     family, config = family_of(model.config.model_type), model.config
     by_name: dict[str, list[tuple[str, LowRank]]] = {}
     for low_rank in adapter.low_ranks:
         for key in _parameters(low_rank.module):
             by_name.setdefault(family.canonical(key), []).append((key, low_rank))
-    for one in model.adapted_parts():
+    for one in slots.parts:
         places = family.places(config, one.block, one.part.role)
         for number, place in enumerate(places):
             own = by_name.get(place.name)
@@ -88,10 +88,10 @@ def _place(model: HybridModel, adapter: PeftAdapter, most: int) -> Iterator[_Pla
                 continue
             key, low_rank, a, b = _fitting(adapter, own, one, place)
             rank = len(a)
-            if rank > most:
+            if rank > slots.rank:
                 raise WeightsError(
                     f"Module {low_rank.module!r} in {adapter.where} has rank {rank}; "
-                    f"--max-lora-rank is {most}."
+                    f"--max-lora-rank is {slots.rank}."
                 )
             key = key.removesuffix(".weight")
             adapter.check_rank(low_rank, key, rank)
@@ -170,7 +170,7 @@ def _no_place(model: HybridModel, low_rank: LowRank) -> str:
     if last in ("lm_head", "embed_tokens", "embeddings"):
         return "is of the vocabulary: adapters of embeddings and heads are not supported"
     if ".experts" in low_rank.module:
-        return "is of experts, whose adapters are not supported"
+        return "is of experts, whose adapters need --lora-experts"
     return (
         f"is no linear layer that may have an adapter in a {model.config.model_type} model of this "
         "configuration: those of attention, MLPs and recurrent layers may, routers and gates not"
