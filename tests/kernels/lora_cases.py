@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from megatron_hybrid.kernels.experts import reference
+from megatron_hybrid.kernels.experts.protocol import ExpertAdapters, ExpertWeights
 from megatron_hybrid.kernels.lora.protocol import AdapterWeights
 
 Add = Callable[[Tensor, Tensor, AdapterWeights, Tensor], None]
@@ -87,3 +89,46 @@ def check_alone(add: Add, weights: AdapterWeights) -> None:
         own = y[part].clone()
         add(own, x[part], weights, slots[part].contiguous())
         assert torch.equal(own, every[part])
+
+
+def check_experts(
+    mix: Callable[..., Tensor],
+    *,
+    tokens: int,
+    gated: bool,
+    elsewhere: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    tolerance: float = 1e-4,
+) -> None:
+    """`Experts.mix_adapted` against reference.py."""
+    generator = torch.Generator().manual_seed(tokens)
+    count, width, inner, chosen, slots, rank = 5, 48, 32, 2, 3, 4
+    rows = 2 * inner if gated else inner
+
+    def drawn(*shape: int) -> Tensor:
+        values = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        return values.to(device, dtype)
+
+    def adapters(columns: int, outputs: int, roles: int) -> AdapterWeights:
+        of_row = torch.arange(outputs, device=device, dtype=torch.int32) * roles // outputs
+        copies = slots * count
+        a, b = drawn(copies, roles * rank, columns), drawn(copies, outputs, rank)
+        return AdapterWeights(a, b, of_row.int(), count)
+
+    layer = ExpertWeights(
+        drawn(count, rows, width), drawn(count, width, inner), "silu", gated, elsewhere
+    )
+    of_tokens = make_slots(tokens, slots, device)
+    adapted = ExpertAdapters(
+        of_tokens, adapters(width, rows, 2 if gated else 1), adapters(inner, width, 1)
+    )
+    scores = torch.rand(tokens, count + elsewhere, generator=generator)
+    experts = scores.topk(chosen).indices.clamp(max=count).to(device, torch.int32)
+    weights = torch.rand(tokens, chosen, generator=generator).to(device)
+    x = drawn(tokens, width)
+    wanted = reference.mix_adapted(x, experts.long(), weights, layer, adapted)
+    plain = reference.mix(x, experts.long(), weights, layer)
+    assert not torch.equal(wanted, plain)
+    found = mix(x, experts, weights, layer, adapted)
+    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import tests.interpreter  # noqa: F401
-from tests.kernels.lora_cases import check_add, check_alone, make_weights
+from tests.kernels.lora_cases import check_add, check_alone, check_experts, make_weights
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
+from megatron_hybrid.kernels.experts import triton as experts  # noqa: E402
 from megatron_hybrid.kernels.lora import triton as lora  # noqa: E402
 from tests.kernels.dots_in_order import dots_in_order as dots_in_order  # noqa: E402
 
@@ -49,3 +50,8 @@ def test_a_share_depends_on_the_columns_alone() -> None:
 def test_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     """Nor on the tile."""
     check_alone(lora.add, make_weights(600, [24, 70], rank=16, dtype=dtype))
+
+
+@pytest.mark.parametrize(("tokens", "gated", "elsewhere"), [(3, True, 0), (40, False, 3)])
+def test_experts(tokens: int, gated: bool, elsewhere: int) -> None:
+    check_experts(experts.mix_adapted, tokens=tokens, gated=gated, elsewhere=elsewhere)
