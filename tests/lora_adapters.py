@@ -96,16 +96,22 @@ class Adapted:
 
 
 def make_adapted(
+    family: str, folder: Path, adapters: dict[str, dict[str, Any]], **overrides: Any
+) -> Adapted:
+    """A tiny model in `folder`/model, and `adapt`."""
+    model = make_tiny_model(family, folder / "model", **overrides)
+    return adapt(family, folder, model, adapters)
+
+
+def adapt(
     family: str,
     folder: Path,
+    model: Any,
     adapters: dict[str, dict[str, Any]],
-    *,
-    strength: float = 0.4,
-    **overrides: Any,
+    strength: float = 0.2,
 ) -> Adapted:
-    """A model in `folder`/model and an adapter, by LoraConfig's options, in `folder`/NAME for each
-    name. `strength`: of what they add, beside weights as make_tiny_model draws them."""
-    model: Any = make_tiny_model(family, folder / "model", **overrides)
+    """Adapters of a model in `folder`/model, by LoraConfig's options, in `folder`/NAME each.
+    `strength`: of what they add, beside weights as make_tiny_model draws them."""
     generator = torch.Generator().manual_seed(7)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -119,7 +125,7 @@ def make_adapted(
             if "lora_" in name:
                 drawn = torch.randn(parameter.shape, generator=generator)
                 size = 1.0 if "lora_B" in name else parameter.shape[1] ** -0.5
-                parameter.data.copy_(drawn * size * strength**0.5 * 0.7)
+                parameter.data.copy_(drawn * size * strength**0.5)
         model.eval()
         model.save_pretrained(str(folder))
     return Adapted(family, folder / "model", model, {name: folder / name for name in adapters}, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from megatron_hybrid import SamplingParams
 from megatron_hybrid.cache.geometry import GIB
 from tests.engine.test_lora import ANSWER, PARAMS, TWO, check, with_adapters
 from tests.knowing_drafter import Knowing, with_drafts
-from tests.lora_adapters import Adapted, make_adapted
+from tests.lora_adapters import Adapted, adapt, make_adapted
 from tests.models.conftest import random_tokens
+from tests.mtp_models import make_mtp_model
 
 ADAPTERS = ["", "wide", "narrow", "narrow", "wide", ""]
 MAX_TOKENS = "inference_dynamic_batching_max_tokens"
@@ -114,3 +116,31 @@ def test_log_probabilities_of_prompts_and_of_given_answers(adapted: Adapted) -> 
     logits = adapted.logits(prompt, "narrow").log_softmax(-1)
     for i, one in enumerate(output.prompt_logprobs[1:]):
         assert abs(one.logprob - float(logits[i, prompt[i + 1]])) < 2e-3
+
+
+def test_quantised_layers_hand_adapters_what_inputs_were(adapted: Adapted) -> None:
+    """Before they were rounded to 8 bits, as the base product takes them."""
+    llm = with_adapters(adapted, quantization="fp8")
+    prompt = prompts()[0]
+    answer = adapted.answer(prompt, ANSWER, "wide")
+    scores = {}
+    for adapter in ("wide", "narrow", ""):
+        ((score,),) = llm.score([prompt], [answer], adapter=adapter, progress=False)
+        logits = adapted.logits([*prompt, *answer], adapter).log_softmax(-1)
+        wanted = logits[range(len(prompt) - 1, len(prompt) + ANSWER - 1), answer].sum()
+        scores[adapter] = score.total
+        assert abs(score.total - float(wanted)) < 0.2, adapter
+    assert scores["wide"] > scores["narrow"] + 1 and scores["wide"] > scores[""] + 1
+
+
+def test_drafts_of_the_models_own_head(tmp_path: Path) -> None:
+    """The head has no adapters: its drafts may be wrong, and answers are not."""
+    model = make_mtp_model("qwen3_next", tmp_path / "model", agrees=True).model
+    adapted = adapt("qwen3_next", tmp_path, model, TWO, strength=0.1)
+    llm = with_adapters(adapted, num_speculative_tokens=2, drafter="heads")
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    for _ in range(2):
+        outputs = llm.generate(prompts(), params, adapter=ADAPTERS, progress=False)
+        for output, prompt, adapter in zip(outputs, prompts(), ADAPTERS, strict=True):
+            assert output.token_ids == adapted.answer(prompt, 12, adapter)
+    assert llm.stats()["draft_tokens"] > 0
