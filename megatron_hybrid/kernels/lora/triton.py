@@ -114,12 +114,13 @@ def _shrink_kernel(
 ):  # fmt: skip
     """partial [splits, total, low], of rows that have a slot; `span` of `low` a program."""
     spans = low // span
-    wait_for_inputs()
-    let_next_start()
+    # Slots and groups are no results of the kernel before this one, which is the layer's product.
     tile = tl.program_id(1) // spans
     t, there, copy = _rows_of_tile(order, blocks, tiles, total, tile, TOKENS)
     slot = tl.program_id(2)
     own = there & (tl.load(slots + t // chosen, mask=there, other=0) == slot + 1)
+    wait_for_inputs()
+    let_next_start()
     if tl.max(own.to(tl.int32), 0) > 0:
         w = tl.arange(0, WIDTH)
         inside = w < span
@@ -146,12 +147,14 @@ def _expand_kernel(
     chosen, SPLITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """y [total, rows] with what the second product gives, of rows that have a slot."""
-    wait_for_inputs()
-    let_next_start()
+    # The kernel before this one made `partial` alone.
     t, there, copy = _rows_of_tile(order, blocks, tiles, total, tl.program_id(1), TOKENS)
     slot = tl.program_id(2)
     own = there & (tl.load(slots + t // chosen, mask=there, other=0) == slot + 1)
-    if tl.max(own.to(tl.int32), 0) > 0:
+    if tl.max(own.to(tl.int32), 0) == 0:
+        wait_for_inputs()  # or the next kernel would not wait for those before
+        let_next_start()
+    else:
         kind: tl.constexpr = b.dtype.element_ty
         n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         r = tl.arange(0, RANK)
@@ -159,16 +162,18 @@ def _expand_kernel(
         below = ((slot * copies + copy).to(tl.int64) * rows + row)[:, None] * rank
         weights = tl.load(b + below + r[None, :], mask=(r < rank)[None, :], other=0.0)
         role = tl.load(roles + row)
+        target = y + t.to(tl.int64)[:, None] * y_row + n[None, :]
+        mine = own[:, None] & (n < rows)[None, :]
+        before = tl.load(target, mask=mine, other=0.0)
+        wait_for_inputs()
+        let_next_start()
         mask = own[:, None] & (r < rank)[None, :]
         added = tl.zeros((TOKENS, ROWS), tl.float32)
-        for one in range(tl.min(role, 0), tl.max(role, 0) + 1):
+        for one in tl.range(tl.min(role, 0), tl.max(role, 0) + 1, num_stages=1):
             sums = tl.zeros((TOKENS, RANK), tl.float32)
             for split in tl.static_range(SPLITS):
                 place = (split * total + t).to(tl.int64)[:, None] * low + one * rank + r[None, :]
                 sums += tl.load(partial + place, mask=mask, other=0.0)
             product = tl.dot(sums.to(kind), tl.trans(weights), input_precision="ieee")
             added = tl.where((role == one)[None, :], product, added)
-        target = y + t.to(tl.int64)[:, None] * y_row + n[None, :]
-        there_too = own[:, None] & (n < rows)[None, :]
-        before = tl.load(target, mask=there_too, other=0.0)
-        tl.store(target, (before.to(tl.float32) + added).to(before.dtype), mask=there_too)
+        tl.store(target, (before.to(tl.float32) + added).to(before.dtype), mask=mine)
