@@ -87,7 +87,7 @@ class DynamicInferenceContext:
                 self.geometry.block_size,
                 request.tokens,
                 cache_salt=request.cache_salt,
-                adapter=request.adapter.key,
+                adapter=request.adapter.name,
             )
         request.keys_epoch = epoch
         return request.keys

@@ -85,3 +85,22 @@ def test_single_experts_are_what_stacked_ones_are(tmp_path: Path) -> None:
     prompt = prompts()[0]
     (output,) = llm.generate([prompt], PARAMS, adapter="single", progress=False)
     assert output.token_ids == adapted.answer(prompt, ANSWER, "wide")
+
+
+def test_experts_as_older_versions_of_peft_wrote_them(tmp_path: Path) -> None:
+    """Before 0.19 A was over their outputs, and B over their inputs."""
+    adapted = make_adapted("jamba", tmp_path, with_experts("jamba", {"wide": TWO["wide"]}))
+    folder = adapted.adapters["wide"]
+    tensors, config = load_file(folder / WEIGHTS), json.loads((folder / CONFIG).read_text())
+    for name in list(tensors):
+        if "experts" in name and name.endswith("lora_A.weight"):
+            other = name.replace("lora_A", "lora_B")
+            a = tensors[name].unflatten(0, (4, -1))  # [experts, rank, inputs]
+            b = tensors[other].unflatten(1, (-1, 4))  # [outputs, rank, experts]
+            tensors[name] = b.permute(2, 1, 0).flatten(0, 1).contiguous()
+            tensors[other] = a.permute(2, 1, 0).flatten(1).contiguous()
+    llm = LLM(str(adapted.folder), **OPTIONS, lora_experts=True)
+    llm.load_adapter("old", tensors, config | {"peft_version": "0.18.1"})
+    prompt = prompts()[0]
+    (output,) = llm.generate([prompt], PARAMS, adapter="old", progress=False)
+    assert output.token_ids == adapted.answer(prompt, ANSWER, "wide")

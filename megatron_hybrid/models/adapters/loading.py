@@ -120,13 +120,17 @@ def _fitting(
     """Of what may be a weight's the one with its shape, and this rank's part of that."""
     rows, columns = one.part.shape
     outputs, experts = rows * place.parts, place.stacked
-    fitting = [
-        (key, own)
-        for key, own in found
-        if own.a.shape[1] == columns
-        and own.b.shape == (outputs, len(own.a))
-        and len(own.a) % experts == 0
-    ]
+    fitting = [(key, own) for key, own in found if _fits(own, outputs, columns, experts)]
+    swaps = place.index is not None and (not fitting or outputs == columns)
+    if swaps and (outputs != columns or adapter.swaps_experts):
+        fitting = [(key, own) for key, own in found if _fits(own, columns, outputs, experts)]
+    elif swaps and adapter.swaps_experts is None:
+        raise WeightsError(
+            f"Module {found[0][1].module!r} in {adapter.where} is of square experts, which PEFT "
+            "writes in two ways: the configuration has to say its peft_version."
+        )
+    else:
+        swaps = False
     if not fitting:
         key, own = found[0]
         raise WeightsError(
@@ -145,9 +149,17 @@ def _fitting(
     if place.index is not None:
         a = a.unflatten(0, (experts, -1))[place.index]
         b = b.unflatten(1, (-1, experts))[:, :, place.index]
+    if swaps:
+        a, b = b.t(), a.t()
     first = place.part * rows
     own_rows, own_columns = one.part.source
     return key, own, a[:, own_columns], b[first + own_rows.start : first + own_rows.stop]
+
+
+def _fits(own: LowRank, outputs: int, columns: int, experts: int) -> bool:
+    """Whether B A is of this shape, or those of so many stacked experts are."""
+    rank = len(own.a)
+    return own.a.shape[1] == columns and own.b.shape == (outputs, rank) and rank % experts == 0
 
 
 def _check_together(

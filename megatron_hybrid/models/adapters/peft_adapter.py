@@ -20,7 +20,8 @@ from torch import Tensor
 from megatron_hybrid.errors import WeightsError
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-_NAME = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight$")
+# With or without the adapter's own name at the end.
+_NAME = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight$")
 # Options that change what an adapter computes, and the values that change nothing.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -108,7 +109,10 @@ class PeftAdapter:
             parts = _NAME.match(name)
             if parts is None:
                 raise WeightsError(f"Tensor {name!r} in {where} {_what_it_is(name)}.")
-            found.setdefault(parts[1], {})[parts[2]] = tensor.detach()
+            own = found.setdefault(parts[1], {})
+            if parts[2] in own:
+                raise WeightsError(f"Module {parts[1]!r} in {where} has two lora_{parts[2]}.")
+            own[parts[2]] = tensor.detach()
         if not found:
             raise WeightsError(f"{where} holds no adapter: there is no tensor in it.")
         low_ranks = []
@@ -123,6 +127,13 @@ class PeftAdapter:
                 )
             low_ranks.append(LowRank(module, both["A"], both["B"]))
         return cls(where, dict(config), low_ranks, _digest(config, by_name))
+
+    @property
+    def swaps_experts(self) -> bool | None:
+        """Whether A of stacked experts is over their outputs, as PEFT had it before 0.19; None:
+        unknown."""
+        found = re.match(r"(\d+)\.(\d+)", str(self.config.get("peft_version")))
+        return None if found is None else (int(found[1]), int(found[2])) < (0, 19)
 
     def check_rank(self, low_rank: LowRank, key: str, rank: int) -> None:
         """Raise WeightsError unless the configuration says this rank for a module."""
