@@ -78,27 +78,31 @@ class Adapters:
         free = next((slot for slot in range(1, self._slots + 1) if slot not in taken), None)
         if free is None and old is not None and old.slot not in used:
             free = old.slot  # which nobody needs any more
-        if free is None:
-            raise InvalidRequestError(
-                "adapter",
-                f"Adapter {show(name)} has no room: as many as --max-loras allows, {self._slots}, "
-                f"are loaded ({self._known()}) or still used by requests that have not ended. "
-                "Unload one, or start with a larger --max-loras.",
-            )
         try:
             digest = runner.load_adapter(free, source, config)
         except WeightsError:
+            if free is None:
+                raise self._no_room(name) from None
             raise
         except BaseException:  # interrupted: nobody knows what is in the slot
             if old is not None and old.slot == free:
                 del self._by_name[name]
             raise
+        assert free is not None
         self._by_name[name] = Adapter(name, free, digest)
 
     def unload(self, name: str) -> None:
         """See DynamicInferenceEngine.unload_adapter."""
         if self._by_name.pop(name, None) is None:
             raise self._unknown(name)
+
+    def _no_room(self, name: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            "adapter",
+            f"Adapter {show(name)} has no room: as many as --max-loras allows, {self._slots}, are "
+            f"loaded ({self._known()}) or still used by requests that have not ended. Unload one, "
+            "or start with a larger --max-loras.",
+        )
 
     def _unknown(self, name: str) -> InvalidRequestError:
         self._check_enabled()

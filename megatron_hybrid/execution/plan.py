@@ -268,7 +268,7 @@ class Runner(Protocol):
         weights that do not fit; after another error nothing can be computed any more."""
 
     def load_adapter(
-        self, slot: int, source: WeightsSource, config: Mapping[str, Any] | None
+        self, slot: int | None, source: WeightsSource, config: Mapping[str, Any] | None
     ) -> str:
         """Put an adapter into a slot that nobody uses; the digest of its weights. Raises
-        WeightsError for one that does not fit."""
+        WeightsError for one that does not fit, and for no slot (None), on every rank."""

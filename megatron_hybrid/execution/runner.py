@@ -177,7 +177,7 @@ class ModelRunner(Runner):
     @device_errors
     @torch.inference_mode()
     def load_adapter(
-        self, slot: int, source: WeightsSource, config: Mapping[str, Any] | None
+        self, slot: int | None, source: WeightsSource, config: Mapping[str, Any] | None
     ) -> str:
         return load_adapter(self._model, slot, source, config)
 

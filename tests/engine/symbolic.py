@@ -27,6 +27,7 @@ from megatron_hybrid.engine.lower_transfers import LowerTransfers
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.tracked_request import Running
 from megatron_hybrid.engine.transfers import HostTransfers
+from megatron_hybrid.errors import WeightsError
 from megatron_hybrid.execution.plan import NO_DRAFT, CatchUp, StepDemand, StepPlan, StepResult
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams, TokenLogprob
 from tests.engine.symbolic_copies import SymbolicCopier, SymbolicMemory
@@ -143,8 +144,12 @@ class SymbolicRunner:
         if isinstance(source, BaseException):
             raise source
 
-    def load_adapter(self, slot: int, source: object, config: Mapping[str, object] | None) -> str:
+    def load_adapter(
+        self, slot: int | None, source: object, config: Mapping[str, object] | None
+    ) -> str:
         """`source`: the digest of its weights."""
+        if slot is None:
+            raise WeightsError("no room")
         return str(source)
 
     def launch(self, plan: StepPlan, agreed: StepDemand | None = None) -> SymbolicLaunch:

@@ -15,6 +15,7 @@ from megatron_hybrid.models.adapters.peft_adapter import CONFIG, WEIGHTS
 from tests.engine.test_lora import ANSWER, OPTIONS, PARAMS, TWO, check, with_adapters
 from tests.lora_adapters import EXPERTS, Adapted, make_adapted, with_experts
 from tests.models.conftest import random_tokens
+from tests.thorough import usually
 
 ADAPTERS = ["", "wide", "narrow", "wide"]
 
@@ -23,7 +24,7 @@ def prompts() -> list[list[int]]:
     return [random_tokens(37, seed=1)] * 3 + [random_tokens(21, seed=2)]
 
 
-@pytest.fixture(scope="module", params=list(EXPERTS))
+@pytest.fixture(scope="module", params=usually(["qwen3_next"], list(EXPERTS)))
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     folder = tmp_path_factory.mktemp(request.param)
     return make_adapted(request.param, folder, with_experts(request.param, TWO))

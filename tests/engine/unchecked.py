@@ -42,7 +42,7 @@ class UncheckedRunner:
     def update_weights(self, source: WeightsSource) -> None:
         pass
 
-    def load_adapter(self, slot: int, source: WeightsSource, config: object) -> str:
+    def load_adapter(self, slot: int | None, source: WeightsSource, config: object) -> str:
         return ""
 
 

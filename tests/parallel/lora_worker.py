@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 -m tests.parallel.lora_worker OUTPUT_FOLDER SPLIT FOLDER...
 
-SPLIT: tensor_model_parallel_size, or that of the pipeline. Each folder has a model and two
-adapters.
+SPLIT: the flag of which 2 is given, tensor_model_parallel_size for instance. Each folder has a
+model and two adapters.
 """
 
 from __future__ import annotations

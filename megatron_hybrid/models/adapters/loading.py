@@ -21,10 +21,13 @@ from megatron_hybrid.models.hybrid_model import HybridModel
 
 
 def load_adapter(
-    model: HybridModel, slot: int, source: str | Path | Tensors, config: Mapping[str, Any] | None
+    model: HybridModel,
+    slot: int | None,
+    source: str | Path | Tensors,
+    config: Mapping[str, Any] | None,
 ) -> str:
     """Put an adapter into a slot of the model's, where its graphs read it; the digest of its
-    weights.
+    weights. None: this rank has no room, so that no rank may load it.
 
     `source`: a folder that PEFT saved; or tensors by PEFT's names, whole ones on every rank, and in
     `config` what adapter_config.json would say. All ranks call it. Raises WeightsError, before
@@ -37,6 +40,8 @@ def load_adapter(
     used: set[str] = set()
     adapter: PeftAdapter | None = None
     try:
+        if slot is None:
+            raise WeightsError("There is no room for another adapter.")
         if isinstance(source, str | Path):
             adapter = PeftAdapter.from_folder(source)
         else:
@@ -46,7 +51,7 @@ def load_adapter(
     except Exception as error:  # of whatever gives the tensors, too
         refused = refusal(error)
     refuse_together(lockstep, refused)
-    assert adapter is not None
+    assert adapter is not None and slot is not None
     found = lockstep.gather_objects((used, adapter.digest))
     try:
         _check_together(model, adapter, found)
