@@ -25,12 +25,10 @@ import json
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from bench.adapters import random_adapter
 from megatron_hybrid import SamplingParams
 from megatron_hybrid.arguments import (
     ArgumentParser,
@@ -39,28 +37,8 @@ from megatron_hybrid.arguments import (
 )
 from megatron_hybrid.engine.build import build_engine, load_weights
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
-from megatron_hybrid.models.families.registry import family_of
-from megatron_hybrid.models.hybrid_model import HybridModel
 
 WARM_UP_STEPS = 16
-
-
-def random_adapter(
-    model: HybridModel, rank: int, seed: int, experts: bool = False
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Of all linear layers of a model on one rank, by PEFT's names, and its configuration."""
-    generator = torch.Generator().manual_seed(seed)
-    family, tensors = family_of(model.config.model_type), dict[str, Tensor]()
-    for block, part, _ in model.adapted_parts(experts):
-        place = family.places(model.config, block, part.role)[0]
-        module = place.name.removesuffix(".weight")
-        rows, columns = part.shape
-        for name, shape in (("A", (rank, columns)), ("B", (rows * place.parts, rank))):
-            key = f"{module}.lora_{name}.weight"
-            if key not in tensors:
-                numbers = torch.randn(shape, generator=generator) * 0.1 / shape[1] ** 0.5
-                tensors[key] = numbers.to(model.dtype)
-    return tensors, {"r": rank, "lora_alpha": rank}
 
 
 class Measured:
@@ -151,7 +129,8 @@ def main() -> None:
         engine = build_engine(own, model=model)
         ways = ["none", "one", "several"] if enabled else ["without"]
         for number in range(config.max_loras if enabled else 0):
-            adapter = random_adapter(model, config.max_lora_rank, number, config.lora_experts)
+            rank, experts = config.max_lora_rank, config.lora_experts
+            adapter = random_adapter(model, rank, number, experts=experts)
             engine.load_adapter(f"random {number}", *adapter)
         measured = Measured(engine, args.steps, args.prompt)
         for load in args.loads:

@@ -1,8 +1,9 @@
-"""Adapters on a GPU: their kernels beside plain sums, and engines with CUDA graphs beside PEFT."""
+"""Adapters on a GPU: their kernels beside plain sums, engines with CUDA graphs beside a CPU's."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,17 +17,17 @@ from tests.kernels.lora_cases import (
 )
 
 pytest.importorskip("triton")
-pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+from bench.adapters import random_adapter  # noqa: E402
+from megatron_hybrid import LLM, SamplingParams  # noqa: E402
 from megatron_hybrid.kernels.experts import triton as experts  # noqa: E402
 from megatron_hybrid.kernels.lora import triton as lora  # noqa: E402
-from tests.engine.test_lora import TWO, check, with_adapters  # noqa: E402
-from tests.lora_adapters import EXPERTS, Adapted, make_adapted, with_experts  # noqa: E402
 from tests.models.conftest import random_tokens  # noqa: E402
+from tests.tiny_models import FAMILIES, make_tiny_model  # noqa: E402
 
 BF16 = torch.bfloat16
 
@@ -77,20 +78,41 @@ def test_in_a_graph_slots_are_read_anew() -> None:
         assert torch.equal(y, wanted)
 
 
-@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next", "jamba", "zamba2", "falcon_h1"])
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_an_engine_equals_peft(family: str, batch_invariant: bool, tmp_path: Path) -> None:
-    adapted = make_adapted(family, tmp_path, TWO)
-    check_engine(adapted, batch_invariant=batch_invariant)
+WAYS: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "no graphs": {"inference_dynamic_batching_num_cuda_graphs": 0},
+    "chunked": {"inference_dynamic_batching_max_tokens": 48},
+    "batch-invariant": {"batch_invariant": True},
+}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.mark.parametrize("family", EXPERTS)
-def test_experts_of_an_engine_equal_peft(family: str, tmp_path: Path) -> None:
-    check_engine(make_adapted(family, tmp_path, with_experts(family, TWO)), lora_experts=True)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engines_answer_as_on_a_cpu(family: str, tmp_path: Path) -> None:
+    """With adapters at random, some of experts; cold and from the cache."""
+    make_tiny_model(family, tmp_path)
+    prompts = [random_tokens(n, seed=n) for n in (1, 20, 37, 70, 90, 21)]
+    names = ["", "0", "1", "2", "1", ""]
 
+    def answers(with_experts: bool, **options: Any) -> list[list[int]]:
+        llm = LLM(
+            str(tmp_path), enable_lora=True, max_loras=3, max_lora_rank=8, dtype="float32",
+            lora_experts=with_experts, inference_dynamic_batching_block_size=16,
+            inference_dynamic_batching_max_requests=8,
+            inference_dynamic_batching_buffer_size_gb=0.05, **options,
+        )  # fmt: skip
+        model = llm.engine.runner._model  # type: ignore[attr-defined]
+        for i in range(3):
+            adapter = random_adapter(model, 4 + i, i, experts=with_experts, strength=0.4)
+            llm.load_adapter(str(i), *adapter)
+        cold, warm = (
+            llm.generate(prompts, PARAMS, adapter=names, progress=False) for _ in range(2)
+        )
+        assert [output.token_ids for output in warm] == [output.token_ids for output in cold]
+        return [output.token_ids for output in cold]
 
-def check_engine(adapted: Adapted, **options: bool) -> None:
-    llm = with_adapters(adapted, device="cuda", dtype="float32", **options)
-    prompts = [random_tokens(37, seed=1)] * 3 + [random_tokens(21, seed=2)]
-    for _ in range(2):
-        check(adapted, llm, prompts, ["", "wide", "narrow", "narrow"])
+    for with_experts in (False, True):
+        wanted = answers(with_experts, device="cpu")
+        for way, options in WAYS.items():
+            if not (with_experts and "batch_invariant" in options):
+                assert answers(with_experts, device="cuda", **options) == wanted, way
