@@ -88,6 +88,19 @@ def test_single_experts_are_what_stacked_ones_are(tmp_path: Path) -> None:
     assert output.token_ids == adapted.answer(prompt, ANSWER, "wide")
 
 
+@pytest.mark.parametrize("parameter", EXPERTS["jamba"])
+def test_one_of_the_stacked_weights_alone(tmp_path: Path, parameter: str) -> None:
+    options = {"r": 4, "lora_alpha": 8, "target_modules": [], "target_parameters": [parameter]}
+    adapted = make_adapted("jamba", tmp_path, {"one": options})
+    llm = with_adapters(adapted, lora_experts=True)
+    check(adapted, llm, prompts()[:2], ["one", ""])
+    config = json.loads((adapted.adapters["one"] / CONFIG).read_text())
+    tensors = load_file(adapted.adapters["one"] / WEIGHTS)
+    short = {name: values[..., :24] for name, values in tensors.items()}
+    with pytest.raises(WeightsError, match="has other shapes than the model's experts"):
+        llm.load_adapter("short", short, config)
+
+
 def test_experts_as_older_versions_of_peft_wrote_them(tmp_path: Path) -> None:
     """Before 0.19 A was over their outputs, and B over their inputs."""
     adapted = make_adapted("jamba", tmp_path, with_experts("jamba", {"wide": TWO["wide"]}))

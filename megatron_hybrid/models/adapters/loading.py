@@ -54,7 +54,7 @@ def load_adapter(
     assert adapter is not None and slot is not None
     found = lockstep.gather_objects((used, adapter.digest))
     try:
-        _check_together(model, adapter, found)
+        _check_together(model, slots, adapter, found)
     except WeightsError as error:
         refused = error
     refuse_together(lockstep, refused)
@@ -83,15 +83,15 @@ def _place(model: HybridModel, adapter: PeftAdapter, slots: AdapterSlots) -> Ite
     family, config = family_of(model.config.model_type), model.config
     by_name: dict[str, list[tuple[str, LowRank]]] = {}
     for low_rank in adapter.low_ranks:
-        for key in _parameters(low_rank.module):
+        for key in _parameters(low_rank.module, adapter.config):
             by_name.setdefault(family.canonical(key), []).append((key, low_rank))
     for one in slots.parts:
         places = family.places(config, one.block, one.part.role)
         for number, place in enumerate(places):
-            own = by_name.get(place.name)
-            if own is None:
+            found = _fitting(adapter, by_name.get(place.name, []), one, place)
+            if found is None:
                 continue
-            key, low_rank, a, b = _fitting(adapter, own, one, place)
+            key, low_rank, a, b = found
             rank = len(a)
             if rank > slots.rank:
                 raise WeightsError(
@@ -101,14 +101,15 @@ def _place(model: HybridModel, adapter: PeftAdapter, slots: AdapterSlots) -> Ite
             key = key.removesuffix(".weight")
             adapter.check_rank(low_rank, key, rank)
             scale = adapter.scale(key, rank) * one.part.multiplier
-            use = number if one.uses > 1 else 0
-            yield _Placed(one.part, use, low_rank, a, b, scale)
+            yield _Placed(one.part, number if one.uses > 1 else 0, low_rank, a, b, scale)
+            if one.uses == 1:
+                break
 
 
 _STACKED = ("gate_up_proj", "up_proj", "down_proj")
 
 
-def _parameters(module: str) -> Iterator[str]:
+def _parameters(module: str, config: Mapping[str, Any]) -> Iterator[str]:
     """Names of the weights that a module of PEFT's may adapt: a layer's weight, or stacked experts,
     of which one that is adapted twice has "base_layer" in its name."""
     yield f"{module}.weight"
@@ -116,32 +117,30 @@ def _parameters(module: str) -> Iterator[str]:
     while inner.endswith(".base_layer"):
         inner = inner.removesuffix(".base_layer")
     if inner.endswith("experts"):
-        yield from (f"{inner}.{name}" for name in _STACKED)
+        said = {name.rsplit(".", 1)[-1] for name in config.get("target_parameters") or _STACKED}
+        yield from (f"{inner}.{name}" for name in _STACKED if name in said)
 
 
 def _fitting(
     adapter: PeftAdapter, found: list[tuple[str, LowRank]], one: AdaptedPart, place: Location
-) -> tuple[str, LowRank, Tensor, Tensor]:
-    """Of what may be a weight's the one with its shape, and this rank's part of that."""
+) -> tuple[str, LowRank, Tensor, Tensor] | None:
+    """Of what may be a weight's the one with its shape, and this rank's part of that. None: there
+    is none; what may be of several stacked weights need not be of this one."""
     rows, columns = one.part.shape
-    outputs, experts = rows * place.parts, place.stacked
-    fitting = [(key, own) for key, own in found if _fits(own, outputs, columns, experts)]
-    swaps = place.index is not None and (not fitting or outputs == columns)
-    if swaps and (outputs != columns or adapter.swaps_experts):
-        fitting = [(key, own) for key, own in found if _fits(own, columns, outputs, experts)]
-    elif swaps and adapter.swaps_experts is None:
+    outputs, experts, index = rows * place.parts, place.stacked, place.index
+    if found and index is not None and outputs == columns and adapter.swaps_experts is None:
         raise WeightsError(
             f"Module {found[0][1].module!r} in {adapter.where} is of square experts, which PEFT "
             "writes in two ways: the configuration has to say its peft_version."
         )
-    else:
-        swaps = False
-    if not fitting:
+    swaps = index is not None and bool(adapter.swaps_experts)
+    shape = (columns, outputs) if swaps else (outputs, columns)
+    fitting = [(key, own) for key, own in found if _fits(own, *shape, experts)]
+    if found and not fitting and index is None:
         key, own = found[0]
         raise WeightsError(
             f"Module {own.module!r} in {adapter.where} has lora_A {list(own.a.shape)} and lora_B "
-            f"{list(own.b.shape)}; the model's {key!r} is {[outputs, columns]}"
-            f"{f' for each of {experts} experts' if experts > 1 else ''}."
+            f"{list(own.b.shape)}; the model's {key!r} is {[outputs, columns]}."
         )
     if len(fitting) > 1:
         names = " and ".join(repr(own.module) for _, own in fitting)
@@ -149,11 +148,13 @@ def _fitting(
             f"{names} in {adapter.where} may both be of {place.name!r}: by their shapes they "
             "cannot be told apart."
         )
+    if not fitting:
+        return None
     key, own = fitting[0]
     a, b = own.a, own.b
-    if place.index is not None:
-        a = a.unflatten(0, (experts, -1))[place.index]
-        b = b.unflatten(1, (-1, experts))[:, :, place.index]
+    if index is not None:
+        a = a.unflatten(0, (experts, -1))[index]
+        b = b.unflatten(1, (-1, experts))[:, :, index]
     if swaps:
         a, b = b.t(), a.t()
     first = place.part * rows
@@ -168,7 +169,10 @@ def _fits(own: LowRank, outputs: int, columns: int, experts: int) -> bool:
 
 
 def _check_together(
-    model: HybridModel, adapter: PeftAdapter, found: list[tuple[set[str], str]]
+    model: HybridModel,
+    slots: AdapterSlots,
+    adapter: PeftAdapter,
+    found: list[tuple[set[str], str]],
 ) -> None:
     """`found`: of all ranks, the modules that have a place there, and the digests."""
     if len({digest for _, digest in found}) > 1:
@@ -177,17 +181,20 @@ def _check_together(
     for low_rank in adapter.low_ranks:
         if low_rank.module not in everywhere:
             raise WeightsError(
-                f"Module {low_rank.module!r} in {adapter.where} {_no_place(model, low_rank)}."
+                f"Module {low_rank.module!r} in {adapter.where} "
+                f"{_no_place(model, slots, low_rank)}."
             )
 
 
-def _no_place(model: HybridModel, low_rank: LowRank) -> str:
+def _no_place(model: HybridModel, slots: AdapterSlots, low_rank: LowRank) -> str:
     """Why a module has none."""
     last = low_rank.module.rsplit(".", 1)[-1]
     if last in ("lm_head", "embed_tokens", "embeddings"):
         return "is of the vocabulary: adapters of embeddings and heads are not supported"
     if ".experts" in low_rank.module:
-        return "is of experts, whose adapters need --lora-experts"
+        if not any(".experts." in one.part.role for one in slots.parts):
+            return "is of experts, whose adapters need --lora-experts"
+        return "has other shapes than the model's experts"
     return (
         f"is no linear layer that may have an adapter in a {model.config.model_type} model of this "
         "configuration: those of attention, MLPs and recurrent layers may, routers and gates not"
