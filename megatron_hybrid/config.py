@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_hybrid.batch_invariant_flags import check_batch_invariant
 from megatron_hybrid.cache.eviction import POLICIES
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.rank_layout import ParallelSizes
@@ -182,6 +183,13 @@ class EngineConfig(Settings):
     inference_max_seq_length: int | None = option(
         None, "longest prompt and answer together; left out: the model's", least=1
     )
+    weight_transfer_timeout: int = option(
+        300,
+        "how long an update of the weights waits for a trainer that has gone silent",
+        least=1,
+        most=86_400,
+        metavar="SECONDS",
+    )
     enable_chunked_prefill: bool | None = option(
         None, "cut prompts into chunks that fit a step; always on with state caching"
     )
@@ -338,6 +346,11 @@ class EngineConfig(Settings):
         "the variable MEGATRON_HYBRID_BATCH_INVARIANT=1 says the same",
         shown="off",
     )
+    enable_sleep_mode: bool = option(
+        False,
+        "weights and caches lie where their memory can be given back between two uses (sleep, wake "
+        "up), for a trainer on the same devices, and taken again at the same addresses",
+    )
     inference_logging_step_interval: int = option(
         100, "steps between two lines of the periodic log; 0: none", least_means="none"
     )
@@ -359,40 +372,19 @@ class EngineConfig(Settings):
             )
 
         self._check_transformer_engine()
-        self._check_batch_invariant()
+        if self.batch_invariant:
+            check_batch_invariant(self)
         states = self.mamba_inference_ssm_states_dtype
         if self.mamba_inference_stochastic_rounding and states != "float16":
             raise ConfigurationError(
                 f"--mamba-inference-stochastic-rounding is for states in float16; "
                 f"--mamba-inference-ssm-states-dtype is {states}."
             )
-
-    def _check_batch_invariant(self) -> None:
-        if not self.batch_invariant:
-            return
-        with_mode = "--batch-invariant does not go together with"
-        for flag, value, allowed, why in (
-            ("kernels", self.kernels, ("auto", "reference"), "whose sums depend on the batch"),
-            ("transformer-impl", self.transformer_impl, ("local",), "whose products do, too"),
-            (
-                "mamba-inference-ssm-states-dtype", self.mamba_inference_ssm_states_dtype,
-                ("float32",), "which are rounded wherever they are written",
-            ),
-            (
-                "mamba-inference-cached-states-dtype", self.mamba_inference_cached_states_dtype,
-                (None, "float32"), "which are rounded when they are cached",
-            ),
-            (
-                "prefix-caching-host-kv-dtype", self.prefix_caching_host_kv_dtype,
-                ("auto",), "which rounds what is moved there",
-            ),
-            (
-                "prefix-caching-host-states-dtype", self.prefix_caching_host_states_dtype,
-                ("auto",), "which rounds what is moved there",
-            ),
-        ):  # fmt: skip
-            if value not in allowed:
-                raise ConfigurationError(f"{with_mode} --{flag} {value}, {why}; leave one out.")
+        if self.enable_sleep_mode and self.role != "both":
+            raise ConfigurationError(
+                f"--enable-sleep-mode does not go together with --role {self.role}: others read at "
+                "any time what that has computed; leave one out."
+            )
 
     @property
     def transformer_engine_recipe(self) -> str | None:

@@ -43,6 +43,10 @@ class WeightsError(ValueError):
     """A checkpoint that does not fit its configuration; the message names the weight."""
 
 
+class SleepError(RuntimeError):
+    """The engine sleeps, or can't go to sleep or wake up; nothing is computed meanwhile."""
+
+
 class KVBlocksExhausted(RuntimeError):
     """No KV block is free or evictable."""
 

@@ -51,6 +51,7 @@ _NAMES = {
     "--max-queue": "--max-queued-requests --max-concurrent-requests",
     "--inference-rank-timeout": "--watchdog-timeout",
     "--batch-invariant": "--batch-invariant-mode --enable-deterministic-inference",
+    "--enable-sleep-mode": "--enable-memory-saver",
 }
 _REASONS = {
     f"--gpu-memory-utilization bounds all that is taken, {_BUFFER} and {_STATES} its parts in GB": (
@@ -79,11 +80,12 @@ _REASONS = {
 # By another engine's flag: ours, or why there is none.
 SAME = {name: ours for ours, names in _NAMES.items() for name in names.split()}
 NONE = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-# vLLM's names that are taken, and what its values are called here; None: the flag left out.
+# Names that are taken, vLLM's and one of SGLang's, and what values are called here; None: the
+# flag left out.
 ALIASES = tuple(
     """--model --tokenizer --max-model-len --tensor-parallel-size -tp --pipeline-parallel-size -pp
     -dp --max-num-seqs --max-num-batched-tokens --block-size --enable-prefix-caching --enforce-eager
-    --disable-log-stats --batch-invariant-mode""".split()
+    --disable-log-stats --batch-invariant-mode --enable-memory-saver""".split()
 )
 VALUES: dict[str, dict[str, str | None]] = {
     "--dtype": {"auto": None, "half": "float16", "float": "float32"},

@@ -40,6 +40,8 @@ class GrowingOutput(AnswerText):
         output.cached_tokens = self.cached_tokens
         output.error = event.error
         output.finish_reason, output.stop_reason = self.finish_reason, self.stop_reason
+        if output.finish_reason is not None:
+            output.weight_versions = self.version_spans()
 
     def fail(self, error: Exception) -> None:
         """`advance` raised this."""

@@ -51,10 +51,9 @@ class _Options(NamedTuple):
         adapters = self.adapter
         if isinstance(adapters, str) or not is_sequence(adapters):
             return [self._asdict()] * count
-        if len(adapters) != count:
-            raise InvalidRequestError(
-                "adapter", f"There are {count} prompts but {len(adapters)} adapters."
-            )
+        if (given := len(adapters)) != count:
+            says = f"There are {count} prompts but {given} adapters."
+            raise InvalidRequestError("adapter", says)
         return [self._replace(adapter=adapter)._asdict() for adapter in adapters]
 
 
@@ -243,7 +242,31 @@ class LLM:
         """Go on after `pause`."""
         self.engine.resume()
 
-    def update_weights(self, source: WeightsSource, *, mode: str | None = None) -> int:
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of the prefix cache and of the weights back to the device. Level 1: the
+        host keeps the weights meanwhile; level 2: they are gone, and `wake_up(["weights"])`,
+        `update_weights` and `wake_up(["kv_cache"])` bring new ones. Open streams go on afterwards.
+        Needs enable_sleep_mode. Raises InvalidRequestError for another level, SleepError where that
+        can't be."""
+        if level not in (1, 2):
+            raise InvalidRequestError("level", f"level is {show(level)}; it can be 1 or 2.")
+        was_paused = self.engine.is_paused
+        if not was_paused:
+            self.pause("keep")
+        try:
+            self.engine.sleep(keep_weights=level == 1)
+        finally:
+            if not was_paused:
+                self.engine.resume()  # once it is awake
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again that `sleep` gave back, of "weights", "kv_cache" or (None) both.
+        Raises SleepError if there is not enough; then it may be tried again."""
+        self.engine.wake_up(tags)
+
+    def update_weights(
+        self, source: WeightsSource, *, mode: str | None = None, version: str | None = None
+    ) -> int:
         """Overwrite the model's weights in place and empty the prefix cache; the weights' epoch,
         which counts the updates.
 
@@ -251,14 +274,15 @@ class LLM:
         Hugging Face's names, a mapping or pairs, of which some may be left out (pause first, to
         update a model in several parts). Under torchrun every rank passes whole tensors. `mode`:
         what becomes of open streams, as in `pause`; None: as the pause that holds, else "finish".
-        Paused before, it stays paused. Raises WeightsError, and changes nothing, for weights that
+        Paused before, it stays paused. `version`: what `weight_versions` of answers call the new
+        weights; None: their epoch. Raises WeightsError, and changes nothing, for weights that
         do not fit; WeightsLostError when they could be copied only in part: make a new LLM then.
         """
         was_paused = self.engine.is_paused
         if mode is not None or not was_paused:
             self.pause(mode or "finish")
         try:
-            self.engine.update_weights(source)
+            self.engine.update_weights(source, version)
         finally:
             if not was_paused:
                 self.engine.resume()
@@ -267,25 +291,18 @@ class LLM:
     def load_adapter(
         self, name: str, source: WeightsSource, config: Mapping[str, Any] | None = None
     ) -> None:
-        """Let requests have a low-rank adapter by this name; needs enable_lora=True.
-
-        `source`: a folder that PEFT saved; or tensors by PEFT's names, a mapping or pairs, and in
-        `config` what adapter_config.json would say. Under torchrun every rank passes whole tensors.
-        A name that is loaded stands for the new adapter from now on; streams that have begun with
-        the old one go on with that. Raises WeightsError for an adapter that does not fit, and
-        InvalidRequestError where max_loras are in use; neither changes anything.
-        """
+        """Let requests have a low-rank adapter by this name; needs enable_lora=True. Everything
+        else: see DynamicInferenceEngine.load_adapter."""
         self.engine.load_adapter(name, source, config)
 
     def unload_adapter(self, name: str) -> None:
-        """No further request can have it; streams that have begun go on with it. Raises
-        InvalidRequestError for an unknown name."""
+        """No further request can have it; streams that have begun go on with it."""
         self.engine.unload_adapter(name)
 
     @property
     def system_fingerprint(self) -> str:
         """The short name of what computes answers: device, versions, mode and weights of now."""
-        return self.engine.fingerprint.short
+        return self.engine.weights.fingerprint.short
 
     def stats(self) -> dict[str, Any]:
         """The counters of docs/prefix_cache.md."""
@@ -377,6 +394,7 @@ class LLM:
 
     def _step(self) -> list[GrowingOutput]:
         """One step of the engine, given to all answers that run; those that ended with it."""
+        self.engine.sleeper.check()
         if self.engine.is_paused and not self.engine.has_work():
             raise RuntimeError("The engine is paused; call LLM.resume() to go on.")
         ended = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_hybrid.values import (
     as_pairs,
@@ -129,7 +130,8 @@ class SamplingParams:
     thinking_token_budget: after so many tokens of thoughts the mark comes that ends them, with 0 at
         once; None: when the model wants. LLM and the server take a number; the engine has to be
         told what thoughts are (see text/thinking.py).
-    Log-probabilities are the model's own, before any of these.
+    Log-probabilities are the model's own, before any of these; with `tempered_logprobs` those of
+        the answer are after its temperature, where 0 counts as 1, and before all else.
     n: answers to the same prompt; each draws from its own stream of the seed, the first one as with
         n = 1. The prompt is computed once.
     """
@@ -156,10 +158,11 @@ class SamplingParams:
     min_tokens: int = 0
     grammar: Grammar | None = None
     thinking_token_budget: int | ThinkingBudget | None = None
+    tempered_logprobs: bool = False
 
     def __post_init__(self) -> None:
         """Tuples and plain numbers, where the values can be turned into them."""
-        for name in (*_NUMBERS, *_WHOLE_NUMBERS, "ignore_eos", "thinking_token_budget"):
+        for name in (*_NUMBERS, *_WHOLE_NUMBERS, *_FLAGS, "thinking_token_budget"):
             value = getattr(self, name)
             if type(value) not in _PLAIN_TYPES:
                 object.__setattr__(self, name, plain(value))
@@ -176,8 +179,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_NONE:
                 check_integer(name, value, least, most)
-        if not isinstance(self.ignore_eos, bool):
-            raise wrong("ignore_eos", f"is {show(self.ignore_eos)}; it must be true or false")
+        for name in _FLAGS:
+            if not isinstance(value := getattr(self, name), bool):
+                raise wrong(name, f"is {show(value)}; it must be true or false")
         check_tuple("stop", self.stop, "text, or a sequence of texts")
         for text in self.stop:
             validate_text("stop", text)
@@ -310,6 +314,7 @@ _WHOLE_NUMBERS = {
     "prompt_logprobs_start": (0, MAX_TOKENS),
     "min_tokens": (0, MAX_TOKENS),
 }
+_FLAGS = ("ignore_eos", "tempered_logprobs")
 _MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 _PLAIN_TYPES = (float, int, type(None), bool, Unasked, ThinkingBudget)
 
@@ -361,18 +366,27 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
+class VersionSpan(NamedTuple):
+    """Tokens [start, end) of an answer are of the weights that are called so."""
+
+    version: str
+    start: int
+    end: int
+
+
 @dataclass(slots=True)
 class RequestEvent:
     """What one step did for one request; the engine's only output.
 
     `token_ids` are new since the last event. `finish_reason` is set on a request's last event,
     which comes exactly once for every choice of every submitted request. `stop_token_id` is the id
-    that ended it (that id is the last of `token_ids`). `logprobs` has one entry for each new token;
-    `prompt_logprobs` comes with the first token of choice 0, or the end where no token is wanted:
-    one entry per prompt token from `prompt_logprobs_start` on, None for the prompt's first. `error`
-    says why it failed, and `error_field` which field is to blame, if one is. With the last event
-    come `counters` (see docs/prefix_cache.md). With the first token come the seconds that it waited
-    until it ran, which the last event has again, and those from there to this token.
+    that ended it (that id is the last of `token_ids`). `weight_version`: of the weights that gave
+    them. `logprobs` has one entry for each new token, a plain number where only the chosen tokens'
+    are wanted; `prompt_logprobs` comes with the first token of choice 0, or the end where no token
+    is wanted: one entry per prompt token from `prompt_logprobs_start` on, None for the prompt's
+    first. `error` says why it failed, and `error_field` which field is to blame, if one is. With
+    the last event come `counters` (see docs/prefix_cache.md). With the first token come the seconds
+    that it waited until it ran, which the last event has again, and those from there to this token.
     """
 
     request_id: str
@@ -382,7 +396,8 @@ class RequestEvent:
     stop_token_id: int | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    logprobs: list[TokenLogprob] | None = None
+    weight_version: str = ""
+    logprobs: list[TokenLogprob | float] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: str | None = None
     error_field: str | None = None
@@ -394,6 +409,13 @@ class RequestEvent:
     def has_news(self) -> bool:
         """Whether it says more than that the request was taken."""
         return bool(self.token_ids) or self.finish_reason is not None
+
+    def token_logprobs(self) -> list[TokenLogprob]:
+        """Of each new token, all in one form; none if they are not wanted."""
+        return [
+            TokenLogprob(token, one) if isinstance(one, float) else one
+            for token, one in zip(self.token_ids, self.logprobs or (), strict=False)
+        ]
 
 
 @dataclass(slots=True)
@@ -414,6 +436,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: str | None = None
     counters: dict[str, int] | None = None  # what the cache did for it: see docs/prefix_cache.md
+    weight_versions: list[VersionSpan] = field(default_factory=list)  # several: see update_weights
     index: int = 0
     choices: list[RequestOutput] = field(default_factory=list, repr=False, compare=False)
 

@@ -3,6 +3,7 @@
 
     python tools/benchmark_engine_overhead.py
     python tools/benchmark_engine_overhead.py --requests 256 --steps 2000 --json out.json
+    python tools/benchmark_engine_overhead.py --logprobs 0
     python tools/benchmark_engine_overhead.py --waiting 100000
 
 Three figures:
@@ -76,6 +77,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--vocab-size", type=int, default=512, help="logits to sample from, a request and step"
+    )
+    parser.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="every token's log-probability is wanted, and of N likeliest ones (default: none)",
     )
     parser.add_argument(
         "--cached-blocks",
@@ -190,7 +197,9 @@ class FixedLogitsRunner:
         return ""
 
 
-def time_steps(requests: int, prompt_tokens: int, steps: int, vocab_size: int) -> dict[str, Any]:
+def time_steps(
+    requests: int, prompt_tokens: int, steps: int, vocab_size: int, logprobs: int | None = None
+) -> dict[str, Any]:
     """Milliseconds a step with `requests` requests decoding."""
     # Staggered lengths: in each step another few requests cross a block boundary.
     lengths = [prompt_tokens + i % BLOCK_SIZE for i in range(requests)]
@@ -214,7 +223,9 @@ def time_steps(requests: int, prompt_tokens: int, steps: int, vocab_size: int) -
 
     def submit(name: str, length: int, max_tokens: int) -> None:
         prompt = random.integers(vocab_size, size=length).tolist()
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs
+        )
         engine.add_request(name, prompt, params)
 
     # Fill the cache with what earlier requests left behind.
@@ -342,7 +353,9 @@ def _with_extremes(times: dict[str, list[float]]) -> dict[str, dict[str, float]]
 def main() -> int:
     args = parse_arguments()
     torch.set_num_threads(1)
-    steps = time_steps(args.requests, args.prompt_tokens, args.steps, args.vocab_size)
+    steps = time_steps(
+        args.requests, args.prompt_tokens, args.steps, args.vocab_size, args.logprobs
+    )
     times, cpu = steps["ms_per_step"], steps["cpu_ms_per_step"]
     print(
         f"{steps['requests']} requests decoding: {times['p50']:.3f} ms a step (median), mean"

@@ -10,8 +10,8 @@ A job is a command, with what it prints in OUT/NAME.log and its figures, if it h
 OUT/NAME.json. One that has ended well is not run again, so that a call goes on where one before it
 was out of time. Tests run --beside each other, but for a few that need a GPU for themselves; these
 and figures run alone. A line is printed for each job, and for one that failed the end of its log.
-The figures' commands are those of docs/performance.md and docs/tiers.md, with random weights; those
-of `apart` are for two GPUs.
+The figures' commands are those of docs/performance.md, docs/tiers.md and docs/rl.md, with random
+weights; those of `apart` are for two GPUs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ KERNELS = {
 }
 MOST_SECONDS = 420  # of a job
 # Tests that look at how much memory is free, or that have kernels which wait for another GPU's.
-ALONE = ("parallel", "sizing")
+ALONE = ("parallel", "sizing", "sleep")
 NO_TESTS = 5  # pytest's exit code where all modules are skipped
 
 
@@ -111,6 +111,8 @@ def jobs() -> Iterator[Job]:
         short = ("--config", f"configs/{model}.yaml", "--prompt", "256")
         options = (*short, *rooms, *few, *none, *loads)
         yield Job(f"drafts/{model}", ("tools/benchmark_drafts.py", *options))
+    shape = ("--config", "configs/nemotron-h-8b.yaml", "--json", "OUT.json")
+    yield Job("sleep/nemotron-h-8b", ("tools/measure_sleep.py", *shape))
     yield from _tiers("nemotron-h-8b")
     for model in SHAPES:
         steps = ("--config", f"configs/{model}.yaml", *DECODES, "prefill", "--rows", "14")

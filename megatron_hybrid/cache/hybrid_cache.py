@@ -328,11 +328,13 @@ class HybridCache:
 
     # ------------------------------------------------------------------ whole
 
-    def reset(self) -> None:
-        """Empty the cache. Running requests keep what they hold and publish nothing any more."""
+    def reset(self, *, keeps_tier: bool = False) -> None:
+        """Empty the cache; keeps_tier: on the device alone. Running requests keep what they hold
+        and publish nothing any more."""
         self._version += 1
         self.store.clear(self.epoch)
-        self.tier.clear()
+        if not keeps_tier:
+            self.tier.clear()
 
     def set_epoch(self, epoch: int) -> None:
         """New weights: nothing that was computed with the old ones is found again."""

@@ -29,9 +29,10 @@ class Answer:
         self._tokens += len(event.token_ids)
         chunk: dict[str, Any] = {"token_ids": event.token_ids, "index": event.index}
         if event.logprobs is not None:
-            chunk["log_probs"] = [one.logprob for one in event.logprobs]
-            if any(one.top for one in event.logprobs):
-                chunk["top_logprobs"] = [_most_likely(one) for one in event.logprobs]
+            entries = event.token_logprobs()
+            chunk["log_probs"] = [one.logprob for one in entries]
+            if any(one.top for one in entries):
+                chunk["top_logprobs"] = list(map(_most_likely, entries))
         if event.prompt_logprobs is not None:
             self._engine_data = {"prompt_logprobs": list(map(_position, event.prompt_logprobs))}
         if event.finish_reason is not None:

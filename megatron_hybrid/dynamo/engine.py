@@ -32,6 +32,7 @@ from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.engine_client import EngineClient, QueryFailed
 from megatron_hybrid.server.link.subscription import EngineUnavailable, Overloaded
 from megatron_hybrid.server.replicas.replica_set import ReplicaSet
+from megatron_hybrid.weight_transfer.requests import FromFolder
 
 START_POLL_SECONDS = 0.2
 DRAIN_POLL_SECONDS = 0.05
@@ -239,7 +240,8 @@ class MegatronEngine(LLMEngine):
         if not all(isinstance(body.get(name), str) for name in names):
             return _error(f"The body must have text for each of {', '.join(names)}.")
         try:
-            asked = self._client().begin(kind, *(body[name] for name in names))
+            given = (FromFolder(body[n]) if n == "folder" else body[n] for n in names)
+            asked = self._client().begin(kind, *given)
             values: dict[str, Any] = await asyncio.wrap_future(asked)
         except (EngineUnavailable, QueryFailed) as error:
             return _error(str(error))

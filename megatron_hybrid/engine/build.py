@@ -6,7 +6,6 @@ import copy
 import logging
 import os
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -14,6 +13,7 @@ from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement
 from megatron_hybrid.cache.geometry import GIB, CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.engine import build_weights
 from megatron_hybrid.engine.adapters import Adapters
 from megatron_hybrid.engine.build_adapters import (
     adapter_bytes,
@@ -21,7 +21,6 @@ from megatron_hybrid.engine.build_adapters import (
     check_adapters,
     load_adapters,
 )
-from megatron_hybrid.engine.build_fingerprint import build_fingerprint
 from megatron_hybrid.engine.build_host_memory import (
     begin_lower_tier,
     check_host_memory,
@@ -41,6 +40,7 @@ from megatron_hybrid.engine.checks import (
 from megatron_hybrid.engine.choices import (
     all_to_all_from,
     captures_at_start,
+    dtypes_of,
     max_seq_length_of,
     prompt_room,
     resolve_device,
@@ -62,6 +62,7 @@ from megatron_hybrid.engine.sizing import (
     useless_budget,
     write_interval,
 )
+from megatron_hybrid.engine.sleep import arena_on, in_arena
 from megatron_hybrid.engine.start import StartTimes
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
@@ -69,12 +70,11 @@ from megatron_hybrid.execution.lockstep import Lockstep
 from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.kernels.compiled import KERNELS
-from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.layers.inputs import allocate_caches
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.weights import formats_of, load_model, rounded_weights
-from megatron_hybrid.models.config import HybridModelConfig, resolve_dtype
+from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext, initialize
 from megatron_hybrid.text.grammar import Grammars
@@ -139,6 +139,7 @@ def build_engine(
     )
     keeps_logits = context.cache.enabled and geometry.bytes_per_logits > 0
     check_drafts(config, geometry)
+    arena = arena_on(device) if config.enable_sleep_mode else None
     caches = allocate_caches(
         model.kv_specs,
         model.state_specs,
@@ -152,6 +153,7 @@ def build_engine(
         num_packed=geometry.num_cached_slots if geometry.packs_states else 0,
         packed_dtype=packed_states_dtype(config) if geometry.packs_states else None,
         rounding_seed=config.seed if config.mamba_inference_stochastic_rounding else None,
+        arena=arena,
     )
     if parallel.is_first:
         logger.info("%s", describe(geometry, context))
@@ -204,15 +206,17 @@ def build_engine(
         speculation=build_speculation(config, context, parallel, sizes, has_head=plan.mtp),
         adapters=Adapters(config.max_loras) if config.enable_lora else None,
     )
+    if arena is not None:
+        engine.sleeper.use(model.arena, arena, parallel.lockstep.minimum)
     engine.statistics.weight_bytes = weights = model.weight_bytes()
     if copies := _bytes_of_copies(config, model):
         weights["float8_e4m3fn, copies of others"] = copies
     if parallel.is_first:
         logger.info("weights: %s", ", ".join(f"{n / GIB:.3f} GB {f}" for f, n in weights.items()))
     start.end_part("the rest")
-    types = _dtypes(config, model_config, device)._asdict()
+    types = dtypes_of(config, model_config, device)._asdict()
     chosen = {**types, "write_interval": plan.write_interval}
-    engine.fingerprint = build_fingerprint(config, model, device, chosen)
+    build_weights.complete(engine.weights, config, model, device, chosen)
     begin_lower_tier(config, engine, model, device)
     load_adapters(config, engine)
     start.end_part("fingerprint")
@@ -297,7 +301,7 @@ class _Plan:
         )
         parallel.sum_in_order(config.batch_invariant)
         mtp = drafts_from_head(config, folder, parallel, model)
-        dtypes = _dtypes(config, model_config, device)
+        dtypes = dtypes_of(config, model_config, device)
         kernels = kernel_set.select(config.kernels, device, batch_invariant=config.batch_invariant)
         replay_chunk = None
         if kernels.replays is not None:
@@ -323,7 +327,7 @@ class _Plan:
 
 
 def _load(plan: _Plan) -> HybridModel:
-    return load_model(
+    model = load_model(
         plan.folder,
         device=plan.device,
         parallel=plan.parallel,
@@ -333,8 +337,9 @@ def _load(plan: _Plan) -> HybridModel:
         mtp=plan.mtp,
         quantization=plan.config.quantization,
         replay_chunk=plan.replay_chunk,
-        **_dtypes(plan.config, plan.model_config, plan.device)._asdict(),
+        **dtypes_of(plan.config, plan.model_config, plan.device)._asdict(),
     )
+    return in_arena(model, plan.device) if plan.config.enable_sleep_mode else model
 
 
 def _cache(config: EngineConfig, geometry: CacheGeometry) -> HybridCache:
@@ -348,25 +353,6 @@ def _cache(config: EngineConfig, geometry: CacheGeometry) -> HybridCache:
             interval=config.inference_dynamic_batching_prefix_caching_checkpoint_interval,
         ),
     )
-
-
-class _Dtypes(NamedTuple):
-    """Of weights and activations, of the convolution's states, of the recurrent ones, and of keys
-    and values."""
-
-    dtype: torch.dtype
-    conv_states_dtype: torch.dtype
-    ssm_states_dtype: torch.dtype
-    kv_dtype: torch.dtype
-
-
-def _dtypes(config: EngineConfig, model: HybridModelConfig, device: torch.device) -> _Dtypes:
-    dtype = resolve_dtype(config.dtype, model.dtype)
-    if config.dtype is None and device.type == "cpu":
-        dtype = torch.float32  # small matrix products in 16 bits take several times as long there
-    conv = resolve_dtype(config.mamba_inference_conv_states_dtype, dtype)
-    ssm = resolve_dtype(config.mamba_inference_ssm_states_dtype)
-    return _Dtypes(dtype, conv, ssm, dtype if config.kv_cache_dtype == "auto" else FP8)
 
 
 def _geometry(plan: _Plan, model: HybridModel, start: StartTimes | None = None) -> CacheGeometry:
@@ -395,6 +381,7 @@ def _geometry(plan: _Plan, model: HybridModel, start: StartTimes | None = None) 
             plan.device,
             share=config.gpu_memory_utilization,
             weights=weights,
+            held=0 if model.arena is None else model.arena.nbytes,
             activations=activations + staging_bytes(config, model.state_specs.values()),
             graph_sizes=[size.rows for size in _graph_sizes(plan, max_requests)],
             vocab_size=plan.model_config.vocab_size if model.is_last_stage else 0,

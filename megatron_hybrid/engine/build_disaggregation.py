@@ -81,7 +81,7 @@ def begin_disaggregation(
     engine: DynamicInferenceEngine,
 ) -> None:
     """As `check_disaggregation` allows. All ranks call it. Raises ConfigurationError."""
-    tier, copier, fingerprint = transfers.tier, transfers.copier, engine.fingerprint
+    tier, copier, fingerprint = transfers.tier, transfers.copier, engine.weights.fingerprint
     assert isinstance(copier, HostCopier)
     geometry, parallel = tier.host.geometry, model.parallel
     sizes = config.parallel_sizes.numbers

@@ -114,7 +114,7 @@ def begin_lower_tier(
 ) -> None:
     """Have what is in host memory written to files or a store, and read again, or handed over to
     other servers, if that is wanted. Raises ConfigurationError for what can't be used."""
-    transfers, fingerprint = engine.context.transfers, engine.fingerprint
+    transfers, fingerprint = engine.context.transfers, engine.weights.fingerprint
     if not isinstance(transfers, HostTransfers):
         return
     if config.role != "both":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import torch
 
@@ -10,8 +11,9 @@ from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.capture_schedule import AT_START
 from megatron_hybrid.execution.prompt_room import NO_ROOM, PromptRoom
+from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.kernels.protocols import Attention
-from megatron_hybrid.models.config import HybridModelConfig
+from megatron_hybrid.models.config import HybridModelConfig, resolve_dtype
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
 
@@ -93,3 +95,23 @@ def max_seq_length_of(config: EngineConfig, model: HybridModelConfig) -> int:
             "tokens (max_position_embeddings in its config.json)."
         )
     return limit if wanted is None else wanted
+
+
+class Dtypes(NamedTuple):
+    """Of weights and activations, of the convolution's states, of the recurrent ones, and of keys
+    and values."""
+
+    dtype: torch.dtype
+    conv_states_dtype: torch.dtype
+    ssm_states_dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+def dtypes_of(config: EngineConfig, model: HybridModelConfig, device: torch.device) -> Dtypes:
+    """As the flags and the checkpoint have them."""
+    dtype = resolve_dtype(config.dtype, model.dtype)
+    if config.dtype is None and device.type == "cpu":
+        dtype = torch.float32  # small matrix products in 16 bits take several times as long there
+    conv = resolve_dtype(config.mamba_inference_conv_states_dtype, dtype)
+    ssm = resolve_dtype(config.mamba_inference_ssm_states_dtype)
+    return Dtypes(dtype, conv, ssm, dtype if config.kv_cache_dtype == "auto" else FP8)

@@ -12,7 +12,6 @@ from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.kv_block_allocator import KVBlockAllocator
-from megatron_hybrid.cache.lease import Pin
 from megatron_hybrid.cache.prefix_store import PrefixMatch
 from megatron_hybrid.engine.tracked_request import Running, TrackedRequest
 from megatron_hybrid.engine.transfers import Transfers
@@ -48,6 +47,7 @@ class DynamicInferenceContext:
         self.rows = RowTable(geometry.max_requests, max_blocks)
         self.requests: list[TrackedRequest | None] = [None] * geometry.max_requests  # by row
         self._admissions = 0
+        self.weight_version = "0"  # what answers call the weights: see EngineWeights
         self.transfers = Transfers()  # to and from host memory
 
     # ---------------------------------------------------- Megatron's names
@@ -198,31 +198,13 @@ class DynamicInferenceContext:
         """All who have a row, in the order of these."""
         return (request.running for request in self.requests if request and request.running)
 
-    def check_integrity(self, pins: Iterable[Pin] = (), reserved: Iterable[int] = ()) -> None:
-        """Assert every invariant; call between steps. `pins`, `reserved`: those that the scheduler
-        has, and the slots that it has reserved."""
-        everybody, rows = list(self.running()), self.rows
-        assert len(everybody) == self.geometry.max_requests - rows.num_free
-        self.transfers.check_integrity()
-        pins, reserved = [*pins, *self.transfers.pins()], [*reserved, *self.transfers.slots()]
-        self.cache.check_integrity([running.lease for running in everybody], pins, reserved)
-        for running in everybody:
-            row, lease = running.row, running.lease
-            assert self.running_in(row) is running
-            table = rows.block_table[row, : len(lease.blocks)]
-            assert table.tolist() == lease.blocks, "a row's block table differs from its lease"
-            assert rows.num_blocks[row] == len(lease.blocks)
-            if rows.decoding[row]:
-                slots = rows.read_slot[row], rows.write_slot[row]
-                assert slots == (lease.read_slot, lease.write_slot), "a row has its lease's slots"
-
     def _fill_row(self, running: Running) -> None:
         rows, row, request = self.rows, running.row, running.request
         params = request.params
         rows.set_blocks(row, running.lease.blocks)
         rows.generated[row] = len(request.output)
         rows.max_tokens[row] = request.max_tokens
-        rows.temperature[row] = params.temperature
+        rows.temperature[row], rows.tempered[row] = params.temperature, params.tempered_logprobs
         rows.top_k[row] = params.top_k
         rows.top_p[row] = params.top_p
         rows.min_p[row] = params.min_p

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,18 +15,15 @@ from megatron_hybrid.cache.changes import CacheChanges
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.engine.adapters import Adapters
 from megatron_hybrid.engine.context import DynamicInferenceContext
-from megatron_hybrid.engine.fingerprint import Fingerprint
 from megatron_hybrid.engine.incoming import Incoming
+from megatron_hybrid.engine.integrity import check_integrity
 from megatron_hybrid.engine.latency import Clock, Latencies, StepTimes
 from megatron_hybrid.engine.scheduler import Received, Scheduler
+from megatron_hybrid.engine.sleep import Sleeper
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.statistics import Statistics
-from megatron_hybrid.errors import (
-    DeviceLostError,
-    InvalidRequestError,
-    WeightsError,
-    WeightsLostError,
-)
+from megatron_hybrid.engine.weights import EngineWeights
+from megatron_hybrid.errors import DeviceLostError, InvalidRequestError
 from megatron_hybrid.execution.lockstep import Lockstep
 from megatron_hybrid.execution.plan import Launched, Runner, StepDemand, StepPlan, WeightsSource
 from megatron_hybrid.request import (
@@ -89,7 +87,9 @@ class DynamicInferenceEngine:
             break_at_checkpoints=break_at_checkpoints,
             speculation=speculation,
         )
-        self.fingerprint = Fingerprint()  # of whoever builds the engine
+        self.weights = EngineWeights(runner, context)
+        self.sleeper = Sleeper(self)
+        self.sleep, self.wake_up = self.sleeper.sleep, self.sleeper.wake_up
         self._log_interval = log_interval
         self._adapters = adapters or Adapters()
         self.incoming = Incoming(
@@ -105,7 +105,6 @@ class DynamicInferenceEngine:
         self.lockstep = lockstep
         self._is_alone = is_alone
         self._in_flight: tuple[StepPlan, Launched] | None = None
-        self._weights_lost: str | None = None  # why nothing can be computed any more
         self._clock = clock
         self._started = clock()
         self._step_times = StepTimes()
@@ -117,10 +116,10 @@ class DynamicInferenceEngine:
 
         With an asynchronous runner these are of the step before. In a lockstep group every replica
         calls it, with work or without, until none has any. Raises DeviceLostError when nothing can
-        be computed any more.
+        be computed any more, SleepError while the engine sleeps and has no events.
         """
-        if self._weights_lost is not None:
-            raise WeightsLostError(self._weights_lost)
+        self.weights.check()
+        self.sleeper.check()
         self.statistics.begin_step()
         try:
             self._step()
@@ -145,7 +144,7 @@ class DynamicInferenceEngine:
         if launched is not None:
             scheduler.publish(plan)
             self._in_flight = plan, launched
-            self._log()
+            self.statistics.log(self._log_interval)
         scheduler.settle(received)
         if not self.runner.asynchronous:
             scheduler.settle(self._receive())
@@ -211,12 +210,13 @@ class DynamicInferenceEngine:
         return self._has_own_work() or (self.lockstep is not None and self.lockstep.has_work)
 
     def _has_own_work(self) -> bool:
-        lost = self._weights_lost is not None  # `step` says so
+        lost = self.weights.are_lost  # `step` says so
         return self.scheduler.has_work or self._in_flight is not None or lost
 
     def dummy_forward(self) -> None:
         """An idle step: run the model for nobody. Cache, counters, requests and a step in flight
         stay. In a lockstep group, take part in the others' step, if they compute one."""
+        self.sleeper.check()
         if self.lockstep is None:
             self.runner.dummy_forward()
         else:
@@ -225,6 +225,8 @@ class DynamicInferenceEngine:
     def use_idle_time(self) -> bool:
         """There is no work, on any rank and replica, which all call this: do one of the things that
         were left for later. Whether there was one."""
+        if self.scheduler.is_held:
+            return False
         wrote = not self._in_flight and self.context.transfers.use_idle_time(self.runner)
         return self.runner.capture_next() or wrote
 
@@ -304,6 +306,8 @@ class DynamicInferenceEngine:
             "requests_waiting": self.scheduler.num_waiting,
             "paused": self.is_paused,
             "epoch": self.epoch,
+            **self.sleeper.stats(),
+            "weight_version": self.weights.version,
             "started": self._started,
             **self.statistics.as_dict(),
             "kv_cached_by_age": self._step_times.count_by_age(kv, now),
@@ -328,6 +332,11 @@ class DynamicInferenceEngine:
         self.reset()
 
     @property
+    def sleeping(self) -> list[str]:
+        """What memory is given back, by the tags of `sleep`."""
+        return self.sleeper.sleeping
+
+    @property
     def cache_geometry(self) -> CacheGeometry:
         """The sizes of blocks, states and their pools."""
         return self.context.geometry
@@ -344,8 +353,8 @@ class DynamicInferenceEngine:
 
     @property
     def is_paused(self) -> bool:
-        """Whether requests wait until `resume`."""
-        return self.scheduler.pause_mode is not None
+        """Whether requests wait until `resume`, or until the engine is awake."""
+        return self.scheduler.pause_mode is not None or self.scheduler.is_held
 
     @property
     def is_quiet(self) -> bool:
@@ -365,34 +374,36 @@ class DynamicInferenceEngine:
 
     def resume(self) -> None:
         """Go on after `pause`, with those who waited in their order."""
+        if not self.weights.are_lost:
+            self.weights.check()
+        self.weights.rename()
         self.scheduler.resume()
 
-    def update_weights(self, source: WeightsSource) -> None:
+    def update_weights(self, source: WeightsSource, version: str | None = None) -> None:
         """Overwrite the model's weights between two steps, and empty the cache.
 
         `source`: a Hugging Face folder of the same model; or tensors by Hugging Face's names, whole
-        ones on every rank, of which some may be left out. What is in flight is received first;
-        answers that have begun (pause before, to let them end) go on with the new weights from the
-        KV and states that they have, and publish nothing. Raises WeightsError, and changes nothing,
-        for weights that do not fit; WeightsLostError if only a part was copied, and in every step.
+        ones on every rank, of which some may be left out. `version`: what answers call the weights
+        then. What is in flight is received first; answers that have begun (pause before, to let
+        them end) go on with the new weights from the KV and states that they have, and publish
+        nothing. Raises WeightsError, and changes nothing, for weights that do not fit;
+        WeightsLostError if only a part was copied, and in every step.
         """
-        if self._weights_lost is not None:
-            raise WeightsLostError(self._weights_lost)
+        self.come_to_rest()
+        self.weights.update(source, version)
+        if isinstance(source, str | Path):  # all of them
+            self.sleeper.weights_came()
+        if not self.is_paused:
+            self.weights.rename()
+
+    def come_to_rest(self) -> None:
+        """Receive what is in flight, and write every state that is behind its tokens."""
         try:
             self.scheduler.settle(self._receive())
         except _ResultLostError as lost:
             self._fail_everything(lost.__cause__ or lost)
         if catch_ups := self.scheduler.decodes.write_states():
             self.runner.catch_up(catch_ups)
-        try:
-            self.runner.update_weights(source)
-        except WeightsError:
-            raise
-        except BaseException as error:  # interrupted: nobody knows how far it came
-            self._weights_lost = str(error) or type(error).__name__
-            raise
-        self.context.cache.set_epoch(self.epoch + 1)
-        self.fingerprint.renew()
 
     # --------------------------------------------------------------- adapters
 
@@ -418,8 +429,4 @@ class DynamicInferenceEngine:
     def check_integrity(self) -> None:
         """Assert every invariant of the cache; call between steps."""
         scheduler = self.scheduler
-        self.context.check_integrity(scheduler.twins.pins, scheduler.decodes.reserved_slots)
-
-    def _log(self) -> None:
-        if self._log_interval and self.statistics.totals["steps"] % self._log_interval == 0:
-            logger.info("%s", self.statistics.log_line())
+        check_integrity(self.context, scheduler.twins.pins, scheduler.decodes.reserved_slots)

@@ -23,7 +23,7 @@ from megatron_hybrid.request_checks import (
     validate_prompt,
     validate_whole_numbers,
 )
-from megatron_hybrid.text.grammar import AnswerMatcher, Grammars, no_tokenizer
+from megatron_hybrid.text.grammar import Grammars, matcher_of
 from megatron_hybrid.text.thought_limit import limit_of
 
 
@@ -100,7 +100,7 @@ class Incoming:
                 priority=int(priority),
                 hints=hints,
                 arrived=self._clock() if arrived is None else arrived,
-                grammar=self._grammar_of(params),
+                grammar=matcher_of(params, self.grammars),
                 thoughts=limit_of(params, self.grammars),
             )
             for index in range(params.n)
@@ -111,13 +111,6 @@ class Incoming:
         if not params.reads_answer or self.grammars is None:
             return True
         return self.grammars.begin(params.grammar)
-
-    def _grammar_of(self, params: SamplingParams) -> AnswerMatcher | None:
-        if params.grammar is None:
-            return None
-        if self.grammars is None:
-            raise no_tokenizer()
-        return self.grammars.compile(params.grammar, ignore_eos=params.ignore_eos)
 
     def _next_seed(self, params: SamplingParams) -> int:
         self._submitted += 1

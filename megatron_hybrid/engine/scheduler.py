@@ -84,6 +84,7 @@ class Scheduler:
         self._events: list[RequestEvent] = []  # not handed out yet
         self._dropped: list[tuple[list[TrackedRequest], BaseException]] = []  # not ended yet
         self.pause_mode: PauseMode | None = None  # of the pause that holds
+        self.is_held = False  # nothing can be computed now, whatever the pause (see Sleeper)
         # those that have not ended, by request_id and index
         self._open: dict[str, dict[int, TrackedRequest]] = {}
         self._step = 0
@@ -139,7 +140,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step would compute anything or return any event, besides those of a step in
         flight."""
-        if self.pause_mode is PauseMode.KEEP:
+        if self.is_held or self.pause_mode is PauseMode.KEEP:
             return bool(self._events)
         waiting = len(self._waiting) if self.pause_mode is None else len(self._waiting.preempted())
         return bool(waiting or self._running or self._events)
@@ -181,7 +182,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan a step of at most `max_tokens` computed tokens; skipped tokens cost nothing. During
         a pause that keeps everybody where they are it is empty."""
-        if self.pause_mode is PauseMode.KEEP:
+        if self.is_held or self.pause_mode is PauseMode.KEEP:
             return StepPlan(step=self._step, decode_rows=np.zeros(0, dtype=np.int64))
         statistics, context = self._statistics, self._context
         context.cache.begin_step(self._step)
@@ -232,6 +233,14 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.prompt_logprobs = None  # not handed out yet: they are computed again
         self._waiting.put_back(request)
+
+    def preempt_all(self) -> None:
+        """Take everything back from all who run, and keep nothing for those who wait."""
+        self._release_pins()
+        for running in list(self._running.values()):
+            self._preempt(running)
+        self.decodes.take_catch_ups()  # of states that nobody has any more
+        self._context.cache.packing.take()
 
     def _look_ahead(self) -> None:
         """Hash prompts of those who wait: so that they can be admitted, and running prefills see
@@ -432,8 +441,7 @@ class Scheduler:
         del self._running[running.request.key]
         self._context.release(running)
 
-    @staticmethod
-    def _event(request: TrackedRequest, token_ids: list[int] | None = None) -> RequestEvent:
+    def _event(self, request: TrackedRequest, token_ids: list[int] | None = None) -> RequestEvent:
         # by position: this runs once for every token
         return RequestEvent(
             request.request_id,
@@ -443,4 +451,5 @@ class Scheduler:
             None,
             len(request.prompt),
             request.cached_tokens,
+            self._context.weight_version,
         )

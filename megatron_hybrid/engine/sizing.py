@@ -56,6 +56,7 @@ def gpu_cache_bytes(
     *,
     share: float | None = None,
     weights: int = 0,
+    held: int = 0,
     activations: int = 0,
     graph_sizes: Sequence[int] = (),
     vocab_size: int = 0,
@@ -63,7 +64,8 @@ def gpu_cache_bytes(
     """Bytes that the caches can take of what is free on a GPU.
 
     share: of the GPU's memory that this process may take in all, with what torch holds of it
-    already; None: what is free. weights: bytes still to be loaded. activations: bytes that a step
+    already; None: what is free. weights: bytes still to be loaded. held: bytes that this process
+    has of it besides, which torch does not know of. activations: bytes that a step
     takes besides weights and caches. graph_sizes: rows of logits of each CUDA graph that is to be
     captured, now or later.
     Raises ConfigurationError when the weights alone do not fit.
@@ -71,7 +73,7 @@ def gpu_cache_bytes(
     free, total = torch.cuda.mem_get_info(device)
     are_free = "are free"
     if share is not None:
-        ours = int(share * total) - torch.cuda.memory_reserved(device)
+        ours = int(share * total) - torch.cuda.memory_reserved(device) - held
         if ours < free:
             free, are_free = max(0, ours), f"may be taken (--gpu-memory-utilization {share:g})"
     if weights > free:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -15,6 +16,8 @@ from megatron_hybrid.cache.prefix_store import PrefixMatch
 from megatron_hybrid.engine.latency import Latencies
 from megatron_hybrid.engine.tracked_request import Running, TrackedRequest
 from megatron_hybrid.request import FinishReason
+
+logger = logging.getLogger(__name__)
 
 Figures = dict[str, Any]  # names to numbers, or to further figures
 
@@ -128,6 +131,11 @@ class Statistics:
             "start_seconds": self.start_seconds,
             "last_step": {"step": self.step, **_difference(figures, self._before)},
         }
+
+    def log(self, interval: int) -> None:
+        """Every so many steps, in the log; 0: never."""
+        if interval and self.totals["steps"] % interval == 0:
+            logger.info("%s", self.log_line())
 
     def log_line(self) -> str:
         """The periodic log, in Megatron's words."""

@@ -166,6 +166,9 @@ class Transfers:
         """Let everything that has come be evicted; whether anything was kept."""
         return False
 
+    def finish(self) -> None:
+        """Wait until nothing is on its way to or from the device, and keep nothing there."""
+
     def pins(self) -> Iterable[Pin]:
         """What is kept on the device: of what has come, of what is written, and of what comes."""
         return ()
@@ -393,6 +396,12 @@ class HostTransfers(Transfers):
             for request in waiting:
                 request.fetched = None
         return bool(pins)
+
+    def finish(self) -> None:
+        while self._writes or self._fetches:
+            self.end_copies()
+            time.sleep(WAIT_SECONDS)
+        self.release_pins()
 
     def pins(self) -> Iterator[Pin]:
         yield from (pin for pin, _ in self._pins.values())

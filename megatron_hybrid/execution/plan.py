@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,8 +13,7 @@ import numpy.typing as npt
 from megatron_hybrid.cache.lease import StateMove, TailCopy
 from megatron_hybrid.request import TokenLogprob
 
-# A Hugging Face folder, or tensors by their names in one.
-WeightsSource = str | Path | Mapping[str, Any] | Iterable[tuple[str, Any]]
+WeightsSource = Any  # opaque down here: of models.checkpoints.updates
 
 
 class PrefillChunk(NamedTuple):
@@ -213,7 +211,7 @@ class StepResult(NamedTuple):
     """What the device returned."""
 
     tokens: npt.NDArray[np.int64]  # of StepPlan.sampled_rows, one after the other
-    logprobs: dict[int, list[TokenLogprob]]  # by row, one for each token, for rows that want them
+    logprobs: dict[int, list[TokenLogprob | float]]  # by row, as RequestEvent has them
     prompt_logprobs: dict[int, list[TokenLogprob]]  # by row, one for each of its logprob_targets
     accepted: npt.NDArray[np.int64] | None = None  # [decodes] drafts; None: there were none
 

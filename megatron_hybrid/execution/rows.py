@@ -91,6 +91,7 @@ class RowTable:
         self.min_p = np.zeros(n, dtype=np.float32)
         self.seed = np.zeros(n, dtype=np.uint64)
         self.logprobs = np.full(n, -1, dtype=np.int64)  # -1: none wanted
+        self.tempered = np.zeros(n, dtype=bool)  # log-probabilities are after the temperature
         self.presence_penalty = np.zeros(n, dtype=np.float32)
         self.frequency_penalty = np.zeros(n, dtype=np.float32)
         self.repetition_penalty = np.ones(n, dtype=np.float32)
@@ -127,9 +128,8 @@ class RowTable:
         self.accepted[row] = self.unknown[row] = self.unfolded[row] = self.adapter[row] = 0
         if self.adjusted[row] or self.min_tokens[row]:
             self._forget_adjustments(row)
-        if row in self.limited:
-            self.limited.remove(row)
-            self.look_at[row] = NEVER
+        self.limited.discard(row)
+        self.look_at[row] = NEVER
         heapq.heappush(self._free, row)
 
     def set_blocks(self, row: int, blocks: list[int]) -> None:

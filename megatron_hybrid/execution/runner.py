@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron_hybrid.errors import WeightsError
 from megatron_hybrid.execution.batch import BatchBuilder
 from megatron_hybrid.execution.capture_schedule import CaptureSchedule
 from megatron_hybrid.execution.cuda_graphs import CudaGraphs, GraphSize
@@ -34,7 +35,7 @@ from megatron_hybrid.kernels.contract import DecodeRuns
 from megatron_hybrid.layers.inputs import LayerCaches, LockstepSize, StepInputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.models.adapters.loading import load_adapter
-from megatron_hybrid.models.checkpoints.weights import update_model
+from megatron_hybrid.models.checkpoints.updates import update_model
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
 
@@ -171,8 +172,12 @@ class ModelRunner(Runner):
 
     @device_errors
     def update_weights(self, source: WeightsSource) -> None:
+        if self._model.arena is not None and self._model.arena.is_released:
+            raise WeightsError("The weights' memory is given back: wake the weights up first.")
         update_model(self._model, source)
         self._model.kernels.linear.weights_changed()
+        if self._last_token.is_cuda:  # who has sent them may write over what was copied
+            torch.cuda.synchronize(self._last_token.device)
 
     @device_errors
     @torch.inference_mode()

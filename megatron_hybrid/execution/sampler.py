@@ -8,7 +8,7 @@ the result is asked for.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import compress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -104,8 +104,12 @@ class Sampler:
         wanted = (table.logprobs[rows] >= 0).nonzero()[0]
         own = prompt = None
         if len(wanted):
-            at = upload(wanted, logits.device)
-            own = self._logprobs(logits[at], tokens[at], table.logprobs[rows[wanted]], rows[wanted])
+            theirs, chosen = logits[:count], tokens
+            if len(wanted) < count:
+                at = upload(wanted, logits.device)
+                theirs, chosen = logits[at], tokens[at]
+            who = rows[wanted]
+            own = self._logprobs(self._tempered(theirs, who), chosen, table.logprobs[who], who)
         asking = [(c, c.logprob_targets) for c in plan.prefills if c.logprob_targets is not None]
         if asking:
             targets = np.concatenate([targets for _, targets in asking]).astype(np.int64)
@@ -174,6 +178,16 @@ class Sampler:
         if self._parallel.pipeline.size > 1:
             figures = self._spread(figures)
         return _Logprobs(download(tokens), download(figures), counts, rows)
+
+    def _tempered(self, logits: Tensor, rows: Ints) -> Tensor:
+        """logits [n, vocabulary] of rows [n], divided by the temperatures of those that want their
+        log-probabilities so."""
+        temperature = self._rows.temperature[rows]
+        is_one = ~self._rows.tempered[rows] | (temperature == 0)
+        divisor = np.where(is_one, np.float32(1), temperature)
+        if (divisor == 1).all():
+            return logits
+        return logits / upload(divisor, logits.device)[:, None]
 
     def _choose(
         self,
@@ -286,9 +300,11 @@ class Sampling(Launched):
             first = np.cumsum(self.per_row) - self.per_row
             place = np.arange(len(tokens)) - np.repeat(first, self.per_row)
             is_new = place < np.repeat(emitted, self.per_row)
-        own = {}
-        if self.own is not None:
-            own = self.own.by_row(None if is_new is None else is_new[self.own_places])
+        own: dict[int, list[Any]] = {}  # see StepResult
+        if (of_tokens := self.own) is not None:
+            if is_new is not None:
+                of_tokens = of_tokens.only(is_new[self.own_places])
+            own = of_tokens.by_row() if of_tokens.counts.any() else of_tokens.numbers_by_row()
         prompt = {} if self.prompt is None else self.prompt.by_row()
         return StepResult(tokens if is_new is None else tokens[is_new], own, prompt, accepted)
 
@@ -302,8 +318,13 @@ class _Logprobs:
     counts: Ints  # [n]: how many of the likeliest are wanted
     rows: Ints  # [n]: of the table
 
-    def by_row(self, wanted: npt.NDArray[np.bool_] | None = None) -> dict[int, list[TokenLogprob]]:
-        """After the step is done; of those of the n that are `wanted` [n], in their order."""
+    def only(self, wanted: npt.NDArray[np.bool_]) -> _Logprobs:
+        """Those of the n that are `wanted` [n]; after the step is done."""
+        at = torch.from_numpy(wanted)
+        return _Logprobs(self.tokens[at], self.figures[at], self.counts[wanted], self.rows[wanted])
+
+    def by_row(self) -> dict[int, list[TokenLogprob]]:
+        """After the step is done, in their order."""
         most = self.figures.shape[1] // 2
         values, ids = self.figures.split([1 + most, most], dim=1)
         every = zip(
@@ -311,10 +332,18 @@ class _Logprobs:
             ids.tolist(), self.counts.tolist(), strict=True,
         )  # fmt: skip
         found: dict[int, list[TokenLogprob]] = {}
-        chosen = every if wanted is None else compress(every, wanted)
-        for row, token, (own, *top), likeliest, count in chosen:
+        for row, token, (own, *top), likeliest, count in every:
             tops = tuple(zip(likeliest[:count], top[:count], strict=True))
             found.setdefault(row, []).append(TokenLogprob(token, own, tops))
+        return found
+
+    def numbers_by_row(self) -> dict[int, list[float]]:
+        """Where only the tokens' own are wanted. An object for each would cost the host as much as
+        all the rest of its step."""
+        found: dict[int, list[float]] = {}
+        own = self.figures.view(torch.float32).squeeze(1).tolist()
+        for row, logprob in zip(self.rows.tolist(), own, strict=True):
+            found.setdefault(row, []).append(logprob)
         return found
 
 
@@ -322,5 +351,7 @@ def _likeliest(logprobs: Tensor, tokens: Tensor, most: int) -> Tensor:
     """Of logprobs [rows, vocabulary] the bits of those of `tokens` [rows] and of the `most`
     likeliest, and those ones' ids: [rows, 1 + 2 * most] int32."""
     own = logprobs.gather(1, tokens[:, None])
+    if not most:
+        return own.view(torch.int32)
     values, ids = logprobs.topk(most, dim=-1)
     return torch.cat((torch.cat((own, values), dim=1).view(torch.int32), ids.int()), dim=1)

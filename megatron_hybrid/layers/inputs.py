@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +21,10 @@ from megatron_hybrid.kernels.contract import (
     PrefillSegments,
     RecurrentState,
 )
+from megatron_hybrid.memory.arena import Arena
 
 SCALES_DTYPE = torch.float32  # of packed states
+Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]  # by shape and type
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +190,9 @@ def allocate_caches(
     num_packed: int = 0,
     packed_dtype: torch.dtype | None = None,
     rounding_seed: int | None = None,
+    arena: Arena | None = None,
 ) -> LayerCaches:
-    """Zeroed caches.
+    """Zeroed caches, in memory of the `arena` if there is one.
 
     `end_logits_vocab`: the vocabulary size when logits are to be kept, 4 bytes times that a slot;
     0 keeps none. `num_rings`, `ring_length`: sequences that decode with drafts, and the tokens that
@@ -196,32 +200,33 @@ def allocate_caches(
     the `num_slots` that hold packed states, and their type; None: none are packed. `rounding_seed`:
     of LayerCaches.
     """
+    zeros = partial(_zeros, device=device, arena=arena)
     kv = {}
     for layer, kv_spec in kv_specs.items():
         shape = (num_blocks, block_size, kv_spec.num_kv_heads, kv_spec.head_dim)
         kv[layer] = KVCache(
-            key=_zeros(shape, kv_spec.dtype, device),
-            value=_zeros(shape, kv_spec.dtype, device),
+            key=zeros(shape, kv_spec.dtype),
+            value=zeros(shape, kv_spec.dtype),
         )
     state, packed = {}, []
     if packed_dtype is None:
         for layer, spec in state_specs.items():
-            ssm = _zeros((num_slots, *spec.ssm_shape), spec.ssm_dtype, device)
-            state[layer] = RecurrentState(_conv_states((num_slots,), spec, device), ssm)
+            ssm = zeros((num_slots, *spec.ssm_shape), spec.ssm_dtype)
+            state[layer] = RecurrentState(_conv_states((num_slots,), spec, device, zeros), ssm)
     else:
         for spec in dict.fromkeys(state_specs.values()):
             layers = [layer for layer, own in state_specs.items() if own == spec]
             states = _packed_states(
-                spec, len(layers), (num_slots, num_packed), packed_dtype, device
+                spec, len(layers), (num_slots, num_packed), packed_dtype, device, zeros
             )
             packed.append(states)
             each = zip(layers, states.full_conv, states.full_ssm, strict=True)
             state |= {layer: RecurrentState(conv, ssm) for layer, conv, ssm in each}
-    end_logits = _zeros((num_slots + num_packed, end_logits_vocab), torch.float32, device)
+    end_logits = zeros((num_slots + num_packed, end_logits_vocab), torch.float32)
     rings = {}
     if num_rings:
         rings = {
-            layer: _rings(spec, (num_rings, ring_length), device)
+            layer: _rings(spec, (num_rings, ring_length), zeros)
             for layer, spec in state_specs.items()
         }
     return LayerCaches(
@@ -230,43 +235,54 @@ def allocate_caches(
 
 
 def _packed_states(
-    spec: StateSpec, layers: int, slots: tuple[int, int], dtype: torch.dtype, device: torch.device
+    spec: StateSpec,
+    layers: int,
+    slots: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    zeros: Zeros,
 ) -> PackedStates:
     """`slots`: full and packed ones."""
     full, packed = ((layers, count) for count in slots)
     scales_shape = spec.scales_shape(dtype)
     scales = None
     if scales_shape is not None:
-        scales = _zeros((*packed, *scales_shape), SCALES_DTYPE, device)
+        scales = zeros((*packed, *scales_shape), SCALES_DTYPE)
     return PackedStates(
-        full_conv=_conv_states(full, spec, device),
-        full_ssm=_zeros((*full, *spec.ssm_shape), spec.ssm_dtype, device),
-        conv=_conv_states(packed, spec, device),
-        values=_zeros((*packed, *spec.ssm_shape), dtype, device),
+        full_conv=_conv_states(full, spec, device, zeros),
+        full_ssm=zeros((*full, *spec.ssm_shape), spec.ssm_dtype),
+        conv=_conv_states(packed, spec, device, zeros),
+        values=zeros((*packed, *spec.ssm_shape), dtype),
         scales=scales,
         over=spec.scaled_over,
     )
 
 
-def _rings(spec: StateSpec, size: tuple[int, int], device: torch.device) -> RecurrentRings:
+def _rings(spec: StateSpec, size: tuple[int, int], zeros: Zeros) -> RecurrentRings:
     def ring(shape: tuple[int, ...]) -> Tensor:
-        return _zeros((*size, *shape), spec.inputs_dtype, device)
+        return zeros((*size, *shape), spec.inputs_dtype)
 
     return RecurrentRings(ring(spec.conv_shape[:1]), tuple(map(ring, spec.inputs_shapes)))
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, arena: Arena | None
+) -> Tensor:
     """On a CPU it takes memory only where something is written: a laptop has other uses for it, and
     to touch all of a gigabyte can take seconds."""
+    if arena is not None:
+        return arena.zeros(shape, dtype)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(shape, dtype=f"i{dtype.itemsize}")).view(dtype)
 
 
-def _conv_states(slots: tuple[int, ...], spec: StateSpec, device: torch.device) -> Tensor:
+def _conv_states(
+    slots: tuple[int, ...], spec: StateSpec, device: torch.device, zeros: Zeros
+) -> Tensor:
     """[*slots, channels, width - 1], zeroed."""
     if device.type == "cpu":
-        return _zeros((*slots, *spec.conv_shape), spec.conv_dtype, device)
+        return zeros((*slots, *spec.conv_shape), spec.conv_dtype)
     # channels lie side by side, as in the activations: neighbouring threads read neighbours
     shape = (*slots, *reversed(spec.conv_shape))
-    return torch.zeros(shape, dtype=spec.conv_dtype, device=device).transpose(-1, -2)
+    return zeros(shape, spec.conv_dtype).transpose(-1, -2)

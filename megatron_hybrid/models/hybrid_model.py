@@ -31,6 +31,7 @@ from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Part, WeightPart, prefixed, section
 from megatron_hybrid.layers.recurrent import RecurrentMixer
 from megatron_hybrid.layers.rope import inverse_frequencies
+from megatron_hybrid.memory.arena import Arena
 from megatron_hybrid.models.blocks import (
     Block,
     BlockBuilder,
@@ -88,6 +89,7 @@ class HybridModel(nn.Module):
         self.dtype = dtype
         self.kernels = REFERENCE
         self.adapters: AdapterSlots | None = None  # of the engine that runs it
+        self.arena: Arena | None = None  # that the weights were moved into
         pipeline, tensor = parallel.pipeline, parallel.tensor
         self.is_first_stage, self.is_last_stage = pipeline.is_first, pipeline.is_last
         padded_vocab = -(-config.vocab_size // tensor.size) * tensor.size

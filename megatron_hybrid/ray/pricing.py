@@ -20,6 +20,7 @@ from megatron_hybrid.ray.routes import PROMPTED
 from megatron_hybrid.server.http.preparation import Preparation
 from megatron_hybrid.server.http.prepared import PreparedChat, PreparedCompletion, PreparedScores
 from megatron_hybrid.server.http.responses.preparing import PreparedResponse
+from megatron_hybrid.server.http.tokens.asked import PreparedTokens
 from megatron_hybrid.server.keys import NOBODY, Caller, KeyRing
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.answer_memory import ENDPOINT_NAME, AnswerMemoryClient
@@ -140,9 +141,12 @@ class Pricing:
         found = read(body, self._engine, self._caller(headers))
         if isinstance(found, PreparedResponse):
             found = found.chat
-        assert isinstance(found, PreparedChat | PreparedCompletion | PreparedScores)
-        asked = found.generation
-        ids = [found.prompt] if isinstance(found, PreparedChat) else found.prompts
+        if isinstance(found, PreparedTokens):
+            asked, ids = found.prompts[0].generation, [one.token_ids for one in found.prompts]
+        else:
+            assert isinstance(found, PreparedChat | PreparedCompletion | PreparedScores)
+            asked = found.generation
+            ids = [found.prompt] if isinstance(found, PreparedChat) else found.prompts
         # Without a prefix cache a prompt is one block, which nothing is ever found for.
         size = self._sizes.block_size or 1 + max(map(len, ids), default=0)
         prompts = [

@@ -16,9 +16,12 @@ PROMPTED = {
     "/v1/responses": "response",
     "/v1/messages": "messages",
     "/score_tokens": "score",
+    "/generate": "generate",
+    "/inference/v1/generate": "inference",
 }
 STORED = "/v1/responses/"  # a replica has its own
-METRICS, ABORT, RESET = "/metrics", "/abort", "/reset_prefix_cache"
+METRICS = "/metrics"
+ABORTS, RESETS = ("/abort", "/abort_request"), ("/reset_prefix_cache", "/flush_cache")
 
 
 def has_prompt(asked: Asked) -> bool:
@@ -28,12 +31,12 @@ def has_prompt(asked: Asked) -> bool:
 
 def is_control(route: str) -> bool:
     """Whether it stops or changes the engine for everybody."""
-    return route in CONTROL_PATHS and route != RESET
+    return route in CONTROL_PATHS and route not in RESETS
 
 
 def asks_all(route: str) -> bool:
     """Whether every replica is to hear of it."""
-    return is_control(route) or route in (ABORT, METRICS, RESET) or route.startswith(STORED)
+    return is_control(route) or route in (METRICS, *ABORTS, *RESETS) or route.startswith(STORED)
 
 
 def as_one(route: str, answers: Sequence[Whole]) -> Whole:
@@ -43,7 +46,7 @@ def as_one(route: str, answers: Sequence[Whole]) -> Whole:
     good = [one for one in answers if one.status < 400]
     if route.startswith(STORED):  # one of them has it
         return (good or list(answers))[0]
-    if route == ABORT and len(good) == len(answers):  # and one of them had it
+    if route in ABORTS and len(good) == len(answers):  # and one of them had it
         aborted = sum(json.decode(one.body)["aborted"] for one in good)
         return good[0]._replace(body=json.encode({"aborted": aborted}))
     bad = [one for one in answers if one.status >= 400]

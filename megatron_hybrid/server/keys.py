@@ -17,7 +17,30 @@ from megatron_hybrid.errors import ConfigurationError
 API_KEY_VARIABLE = "MEGATRON_HYBRID_API_KEY"
 ADMIN_KEY_VARIABLE = "MEGATRON_HYBRID_ADMIN_API_KEY"
 # They stop, change or slow down the server for everybody.
-CONTROL_PATHS = ("/pause", "/resume", "/update_weights", "/reset_prefix_cache")
+CONTROL_PATHS = (
+    "/pause",
+    "/resume",
+    "/is_paused",
+    "/pause_generation",
+    "/continue_generation",
+    "/update_weights",
+    "/update_weight_version",
+    "/start_weight_update",
+    "/begin_weight_update",
+    "/finish_weight_update",
+    "/end_weight_update",
+    "/init_weights_update_group",
+    "/destroy_weights_update_group",
+    "/update_weights_from_distributed",
+    "/update_weights_from_tensor",
+    "/update_weights_from_disk",
+    "/init_weight_transfer_engine",
+    "/shutdown_weight_transfer_engine",
+    "/init_broadcaster",
+    "/weight_info",
+    "/reset_prefix_cache",
+    "/flush_cache",
+)
 MAX_NAME_LENGTH = 64
 MAX_KEY_LENGTH = 1024
 _SENDABLE = re.compile(r"[\x21-\x7e]+")  # what a header takes, and no spaces
@@ -60,7 +83,6 @@ class KeyRing:
     """The keys of a server. `salted`: each has a salt of its own."""
 
     def __init__(self, keys: Sequence[ApiKey], *, salted: bool = False) -> None:
-        self.has_admins = any(key.admin for key in keys)
         self._callers = [
             (digest, Caller(key.name, key.admin, _secret(key.key) if salted else b"", digest))
             for key in keys

@@ -184,10 +184,16 @@ class ServerOptions(ParseOptions):
     )
     enable_control_routes: bool = option(
         False,
-        "serve POST /pause, /resume and /update_weights, which stop the server for everybody and "
-        "read weights from any folder of this machine, to whoever holds the key. Left out: only "
-        "where --host is a loopback address",
+        "serve the routes by which a trainer stops the server and brings new weights (/pause, "
+        "/update_weights, ...: docs/rl.md) to whoever holds the key. Left out: only where --host "
+        "is a loopback address",
         shown="",
+    )
+    weight_folders: tuple[str, ...] = option(
+        (),
+        "folders below which the control routes may read weights and adapters; the model's own is "
+        "one in any case",
+        metavar="DIR",
     )
 
     cache_salt_per_key: bool = option(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
+from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob, VersionSpan
 from megatron_hybrid.text.detokenizer import IncrementalDetokenizer
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -44,6 +44,8 @@ class AnswerText:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
+        # Of which weights the tokens are, and from which of them on.
+        self.versions: list[tuple[str, int]] = []
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None:
             self._detokenizer = IncrementalDetokenizer(tokenizer, stop, visible_ids, show_stop)
@@ -71,8 +73,15 @@ class AnswerText:
         else:
             self.finish_reason, self.stop_reason = event.finish_reason, event.stop_token_id
             used += hides_end
+        if used and (not self.versions or self.versions[-1][0] != event.weight_version):
+            self.versions.append((event.weight_version, self.completion_tokens))
         self.completion_tokens += used
-        return NewText(text, event.token_ids[:used], num_shown, (event.logprobs or [])[:used])
+        return NewText(text, event.token_ids[:used], num_shown, event.token_logprobs()[:used])
+
+    def version_spans(self) -> list[VersionSpan]:
+        """Which tokens are of which weights, in order; none without a token."""
+        ends = [*(start for _, start in self.versions[1:]), self.completion_tokens]
+        return [VersionSpan(*one, end) for one, end in zip(self.versions, ends, strict=False)]
 
     def _shows_end(self, token_id: int) -> bool:
         """Whether this id, which ended the answer, is part of its text."""

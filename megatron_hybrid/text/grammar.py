@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
-from megatron_hybrid.request import Grammar
+from megatron_hybrid.request import Grammar, SamplingParams
 from megatron_hybrid.text.structural_tags import as_lark
 
 if TYPE_CHECKING:
@@ -305,6 +305,16 @@ def _be_nice() -> None:
     """Let the steps have the cores first; Linux has a priority for each thread."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def matcher_of(params: SamplingParams, grammars: Grammars | None) -> AnswerMatcher | None:
+    """Of an answer with these params; None: it may be anything. grammars: the model's, None where
+    it has no tokenizer. Raises InvalidRequestError if one is needed, or for the grammar."""
+    if params.grammar is None:
+        return None
+    if grammars is None:
+        raise no_tokenizer()
+    return grammars.compile(params.grammar, ignore_eos=params.ignore_eos)
 
 
 def no_tokenizer(field: str = FIELD) -> InvalidRequestError:

@@ -35,8 +35,9 @@ from megatron_hybrid.layers.inputs import LayerCaches, StepInputs, allocate_cach
 from megatron_hybrid.layers.linear import Linear
 from megatron_hybrid.layers.parts import Part
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
+from megatron_hybrid.models.checkpoints.updates import update_model
 from megatron_hybrid.models.checkpoints.weight_source import open_folder
-from megatron_hybrid.models.checkpoints.weights import load_model, update_model
+from megatron_hybrid.models.checkpoints.weights import load_model
 from megatron_hybrid.models.config import resolve_dtype
 from megatron_hybrid.models.families.family import Location
 from megatron_hybrid.models.hybrid_model import HybridModel

@@ -322,7 +322,7 @@ class SymbolicRunner:
         sampled = list(zip(plan.sampled_rows.tolist(), written, strict=True))
         for row, tokens in sampled:
             self._emitted[row] = tokens
-        logprobs = {
+        logprobs: dict[int, list[TokenLogprob | float]] = {
             row: [TokenLogprob(token, -2.0) for token in tokens]
             for row, tokens in sampled
             if rows.logprobs[row] >= 0

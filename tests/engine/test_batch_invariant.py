@@ -227,7 +227,7 @@ def test_others_end_and_are_aborted_in_the_middle(known: Known) -> None:
             step += 1
             for event in engine.step():
                 tokens.setdefault(event.request_id, []).extend(event.token_ids)
-                logprobs.setdefault(event.request_id, []).extend(event.logprobs or [])
+                logprobs.setdefault(event.request_id, []).extend(event.token_logprobs())
             if step % 4 == 0:
                 engine.abort(f"other {pick.integers(len(prompts))}")
                 engine.add_request(f"late {step}", known.text[step : 3 * step], params(tokens=3))
@@ -236,7 +236,7 @@ def test_others_end_and_are_aborted_in_the_middle(known: Known) -> None:
         while engine.has_work():
             for event in engine.step():
                 tokens.setdefault(event.request_id, []).extend(event.token_ids)
-                logprobs.setdefault(event.request_id, []).extend(event.logprobs or [])
+                logprobs.setdefault(event.request_id, []).extend(event.token_logprobs())
         engine.check_integrity()
         for i, prompt in enumerate(prompts):
             own = RequestOutput(

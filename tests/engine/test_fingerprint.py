@@ -105,7 +105,10 @@ def test_every_weight_of_a_model_is_in_it(family: str, folder: Folder) -> None:
     ],
 )
 def test_what_changes_bits_changes_it(options: dict[str, Any], folder: Folder) -> None:
-    one, other = make(folder()).engine.fingerprint, make(folder(), **options).engine.fingerprint
+    one, other = (
+        make(folder()).engine.weights.fingerprint,
+        make(folder(), **options).engine.weights.fingerprint,
+    )
     assert one.short != other.short
     assert one.parts["mode"] != other.parts["mode"]
     for part in ("device", "versions"):
@@ -133,7 +136,7 @@ def test_the_device_is_in_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(building, "_cpu_name", lambda: "another one")
     found = make(folder())
     assert found.system_fingerprint != old
-    assert found.engine.fingerprint.parts["device"] == {
+    assert found.engine.weights.fingerprint.parts["device"] == {
         "name": "another one",
         "vector_level": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),

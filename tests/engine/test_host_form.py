@@ -38,7 +38,7 @@ def test_files_of_another_form_are_not_read(
 ) -> None:
     monkeypatch.setitem(build_host_memory._OPERATIONS, "cpu", 1e6)  # reading pays
     one, same, other = (start(tmp_path / "cache", **form) for form in (BOTH, BOTH, {}))
-    fingerprints = [llm.engine.fingerprint.short for llm in (one, same, other)]
+    fingerprints = [llm.engine.weights.fingerprint.short for llm in (one, same, other)]
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
     prompts, _ = ask(one, texts())
     finish(one)

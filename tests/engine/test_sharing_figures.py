@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from megatron_hybrid.request import RequestEvent, SamplingParams
@@ -90,6 +92,31 @@ def test_sixteen_samples_of_one_prompt_prefill_once(mode):
         assert own_events[-1].cached_tokens == (0 if index == 0 else 2000)
     assert engine.stats()["twins_waited"] == 15
     assert engine.stats()["twin_tokens_saved"] == 15 * 2000
+
+
+@MODES
+@pytest.mark.parametrize("rows", [40, 10])  # with ten of them most samples wait
+@pytest.mark.parametrize("budget", [8192, 512, 64])  # of a step, and so in how many a prompt comes
+@pytest.mark.parametrize("at_once", [True, False])
+def test_samples_that_come_one_by_one_and_mixed_compute_each_prompt_once(
+    mode, rows, budget, at_once
+):
+    engine = large_engine(mode=mode, max_requests=rows, max_tokens=budget)
+    prompts = [own(i, 2000) for i in range(4)]
+    requests = [(prompt, sample) for prompt in range(4) for sample in range(8)]
+    random.Random(3).shuffle(requests)
+    events: dict[str, list[RequestEvent]] = {}
+    for prompt, sample in requests:
+        engine.add_request(f"{prompt}-{sample}", prompts[prompt], GREEDY)
+        for event in [] if at_once else engine.step():
+            events.setdefault(event.request_id, []).append(event)
+    for name, more in run(engine).items():
+        events.setdefault(name, []).extend(more)
+    assert engine.stats()["computed_tokens"] == 4 * 2000
+    assert engine.stats()["skipped_tokens"] == 28 * 2000
+    for prompt, sample in requests:
+        found = answer(events[f"{prompt}-{sample}"])
+        assert found == expected_answer(prompts[prompt], 3)
 
 
 @pytest.mark.parametrize("recurrent", [True, False])

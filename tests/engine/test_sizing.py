@@ -167,6 +167,8 @@ def test_a_share_of_the_gpu_bounds_all_that_is_taken(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
     left = gpu_cache_bytes(GPU, share=0.5, activations=4 * GIB)
     assert left == int(45 * GIB * GPU_SHARE)  # of 70 GB, 20 are held already, 1 is for workspaces
+    assert gpu_cache_bytes(GPU, share=0.5, held=15 * GIB) == int(34 * GIB * GPU_SHARE)
+    assert gpu_cache_bytes(GPU, held=15 * GIB) == gpu_cache_bytes(GPU)  # it is not free already
     assert gpu_cache_bytes(GPU, share=1.0) == gpu_cache_bytes(GPU)  # others hold the rest
     assert gpu_cache_bytes(GPU, share=0.1) == 0
     words = r"50.00 GB may be taken \(--gpu-memory-utilization 0.5\)"

@@ -132,6 +132,39 @@ def test_logprobs_are_of_the_models_distribution_whatever_the_temperature():
     assert [token for token, _ in found.logprobs[2][0].top] == [3, 1]
 
 
+def test_logprobs_may_be_those_after_the_temperature() -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(4))
+    temperature = np.asarray([0.3, 0.3, 0.0, 1.7], dtype=np.float32)
+    rows = table(4, tempered=[True, False, True, True], logprobs=np.asarray([2, 2, 0, 2]))
+    rows.temperature[:] = temperature
+    found = sample(logits, rows).logprobs
+    for row, divisor in enumerate([0.3, 1.0, 1.0, 1.7]):  # greedy ones are as with 1
+        truth = torch.log_softmax(logits[row].double() / divisor, -1)
+        (entry,) = found[row]
+        assert entry.logprob == pytest.approx(truth[entry.token_id].item(), abs=1e-5)
+        for token, logprob in entry.top:
+            assert logprob == pytest.approx(truth[token].item(), abs=1e-5)
+    rows.logprobs[:] = 0
+    assert {row: entries[0].logprob for row, entries in found.items()} == {
+        row: number for row, (number,) in sample(logits, rows).logprobs.items()
+    }
+
+
+def test_those_of_chosen_tokens_alone_are_numbers_and_rank_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(3))
+    found = sample(logits, table(3, temperature=0.0, logprobs=np.asarray([0, -1, 2])))
+    both = {row: entry for row, (entry,) in found.logprobs.items()}
+    monkeypatch.setattr(torch.Tensor, "topk", None)
+    lean = sample(logits, table(3, temperature=0.0, logprobs=np.asarray([0, -1, 0])))
+    assert lean.logprobs == {row: [entry.logprob] for row, entry in both.items()}
+    every = sample(logits, table(3, temperature=0.0, logprobs=0)).logprobs
+    assert {row: every[row] for row in (0, 2)} == lean.logprobs
+    truth = torch.log_softmax(logits, -1).amax(-1).tolist()
+    assert [every[row][0] for row in range(3)] == pytest.approx(truth, abs=1e-6)
+
+
 def test_logprobs_ask_for_no_more_than_the_vocabulary_has():
     found = sample(torch.tensor([[0.0, 1.0]]), table(1, temperature=0.0, logprobs=20))
     assert len(found.logprobs[0][0].top) == 2

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_hybrid.errors import WeightsError
 from megatron_hybrid.layers.attention import Attention
-from megatron_hybrid.models.checkpoints.weights import update_model
+from megatron_hybrid.models.checkpoints.updates import update_model
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import TinyModel, load

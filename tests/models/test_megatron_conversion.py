@@ -26,7 +26,7 @@ from convert.writer import Piece, StoredTensor, write_checkpoint
 from megatron_hybrid import LLM, ConfigurationError, SamplingParams, WeightsError, reference_model
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.megatron_checkpoint import MegatronCheckpoint
-from megatron_hybrid.models.checkpoints.weights import update_model
+from megatron_hybrid.models.checkpoints.updates import update_model
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import load
 from tests.models.driver import run_in_segments

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.errors import WeightsError
-from megatron_hybrid.models.checkpoints import to_device, weights
+from megatron_hybrid.models.checkpoints import placing, to_device
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.to_device import Lane, on_lanes
 from megatron_hybrid.parallel import ParallelContext
@@ -91,10 +91,10 @@ def test_a_folders_weights_by_threads_are_those_by_one(
     expected = {name: values.clone() for name, values in tiny.ours.named_parameters()}
     model = load(tmp_path, parallel, load_format="dummy")
     folder = ModelFolder.open(tmp_path)
-    with weights._open(folder, folder.config) as source:
+    with placing.open_weights(folder, folder.config) as source:
         assert source.reads_side_by_side
-        placed = weights._place(model, source)
-        list(on_lanes(partial(weights._put_one, source), placed, CPU))
+        placed = placing.place_parts(model, source)
+        list(on_lanes(partial(placing.put_one, source), placed, CPU))
     model.after_loading()
     for name, values in model.named_parameters():
         assert torch.equal(values, expected[name]), name

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_hybrid.errors import ConfigurationError, WeightsError
-from megatron_hybrid.models.checkpoints.weights import update_model
+from megatron_hybrid.models.checkpoints.updates import update_model
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import TinyModel, load, random_tokens
 from tests.models.driver import run_in_segments

@@ -89,6 +89,18 @@ def test_the_next_turn_skips_the_last_one_with_its_answer(asker: Asker) -> None:
     assert said["prompt_tokens_details"]["cached_tokens"] == known
 
 
+def test_prompts_in_token_ids_have_the_price_of_their_text(asker: Asker) -> None:
+    ids, params = list(range(40, 340)), {"max_tokens": 4}
+    asked = {
+        "/v1/completions": {"prompt": ids, **params},
+        "/generate": {"input_ids": ids, "sampling_params": {"max_new_tokens": 4}},
+        "/inference/v1/generate": {"token_ids": ids, "sampling_params": params},
+    }
+    prices = {asker.price(path, path, **body) for path, body in asked.items()}
+    (price,) = prices
+    assert price is not None and price.tokens == len(ids)
+
+
 def test_a_prompt_that_parts_behind_the_last_state_skips_to_the_state(asker: Asker) -> None:
     """KV blocks alone would say more."""
     text = "A long story of a cat and a gate. " * 60

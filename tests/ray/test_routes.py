@@ -18,6 +18,8 @@ def answer(replica: str, status: int, body: bytes = b"") -> Whole:
 def test_whom_a_route_is_for() -> None:
     for route in ("/pause", "/abort", "/metrics", "/reset_prefix_cache", "/v1/responses/resp_1"):
         assert asks_all(route)
+    for route in ("/abort_request", "/flush_cache"):
+        assert asks_all(route) and not is_control(route)
     assert not asks_all("/v1/responses") and not asks_all("/v1/chat/completions")
     assert is_control("/pause") and not is_control("/reset_prefix_cache")
     assert has_prompt(Asked("a", "POST", "/v1/chat/completions?x=1", {}, b""))
@@ -42,10 +44,9 @@ def test_what_all_are_to_do_has_failed_if_one_has() -> None:
 
 
 def test_aborted_answers_are_added_up() -> None:
-    found = as_one(
-        "/abort", [answer("a", 200, b'{"aborted":0}'), answer("b", 200, b'{"aborted":2}')]
-    )
-    assert json.loads(found.body) == {"aborted": 2}
+    both = [answer("a", 200, b'{"aborted":1}'), answer("b", 200, b'{"aborted":2}')]
+    for route in ("/abort", "/abort_request"):
+        assert json.loads(as_one(route, both).body) == {"aborted": 3}
 
 
 def test_metrics_have_their_replicas_names() -> None:

@@ -137,7 +137,9 @@ def running(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture
 def options(tokenizer_folder: Path) -> ServerOptions:
-    return ServerOptions(tokenizer_folder=str(tokenizer_folder), model_name="fake")
+    return ServerOptions(
+        tokenizer_folder=str(tokenizer_folder), model_name="fake", weight_folders=(".",)
+    )
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -91,6 +92,56 @@ class FakeTransfers:
         self.stopped.append(name)
 
 
+class FakeTrainer:
+    """Like WeightTransfers of an engine whose trainer does not come. Without torch."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+
+    def open(self, wanted: Any) -> None:
+        self.log.append(wanted)
+        if wanted.host != "trainer":
+            raise WeightsError(f"The trainer at {wanted.host}:{wanted.port} did not come.")
+
+    def close(self, name: str) -> bool:
+        self.log.append(f"close {name}")
+        return name == "known"
+
+    def sources(self, wanted: Any) -> Iterator[Any]:
+        self.log.append(wanted)
+        if getattr(wanted, "group", "") != "known":
+            raise WeightsError("Nothing is sent.")
+        yield "sent"
+
+
+class FakeWeights:
+    """Like EngineWeights, without any."""
+
+    is_open = False
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+        self.fingerprint = Fingerprint({"model": {"weights": "first"}})
+        self.version = "0"
+        self.transfers = FakeTrainer()
+
+    def begin(self) -> None:
+        self.is_open = True
+
+    def update_from(self, sources: Iterable[Any], version: str | None = None) -> None:
+        for source in sources:
+            self._engine.log.append(f"update {Path(source).name}")
+        if not self.is_open:
+            self.finish(version)
+
+    def call(self, version: str) -> None:
+        self.version = version
+
+    def finish(self, version: str | None = None) -> None:
+        self.is_open = False
+        self._engine.change_weights("sent", version)
+
+
 class FakeEngine(DynamicInferenceEngine):
     """Greedy: repeats the prompt, choice i from its token i on. Sampled: random ids from the seed.
 
@@ -131,7 +182,7 @@ class FakeEngine(DynamicInferenceEngine):
         self._broken = False
         self._pause: str | None = None
         self._epoch = 0
-        self.fingerprint = Fingerprint({"model": {"weights": "first"}})
+        self.weights: Any = FakeWeights(self)
         self.transfers = FakeTransfers()
         self.context: Any = SimpleNamespace(transfers=self.transfers)
 
@@ -246,6 +297,7 @@ class FakeEngine(DynamicInferenceEngine):
             "requests_finished": self._finished,
             "paused": self.is_paused,
             "epoch": self.epoch,
+            "weight_version": self.weights.version,
             "started": self._started,
             "latency": self._latencies.as_dict(),
             "iteration_tokens": self._latencies.iteration_tokens.as_dict(),
@@ -305,20 +357,32 @@ class FakeEngine(DynamicInferenceEngine):
     def epoch(self) -> int:
         return self._epoch
 
-    def update_weights(self, source: WeightsSource) -> None:
+    def update_weights(self, source: WeightsSource, version: str | None = None) -> None:
         """A folder called "wrong" does not fit; one called "half" is copied only in part."""
+        source = Path(source).name
         self.log.append(f"update {source}")
         if source == "wrong":
             raise WeightsError("Weight 'x' is missing in wrong.")
         if source == "half":
             raise RuntimeError("The new weights were copied only in part.")
+        self.change_weights(str(source), version)
+
+    def change_weights(self, name: str, version: str | None) -> None:
         self._cached.clear()
         self._epoch += 1
-        self.fingerprint = Fingerprint({"model": {"weights": str(source)}})
+        self.weights.version = str(self._epoch) if version is None else version
+        self.weights.fingerprint = Fingerprint({"model": {"weights": name}})
+
+    def come_to_rest(self) -> None:
+        pass
 
     def _advance(self, request_id: str, index: int, one: _Running) -> RequestEvent:
         event = RequestEvent(
-            request_id, index, prompt_tokens=len(one.prompt), cached_tokens=one.cached_tokens
+            request_id,
+            index,
+            prompt_tokens=len(one.prompt),
+            cached_tokens=one.cached_tokens,
+            weight_version=self.weights.version,
         )
         if one.aborted is not None:
             event.finish_reason = one.aborted
@@ -348,7 +412,7 @@ class FakeEngine(DynamicInferenceEngine):
             event.queue_seconds, event.prefill_seconds = QUEUE_SECONDS, PREFILL_SECONDS
         if one.params.logprobs is not None:
             top = tuple((token + i, -float(i) - 0.5) for i in range(one.params.logprobs))
-            event.logprobs = [TokenLogprob(token, -0.5, top)]
+            event.logprobs = [TokenLogprob(token, -0.5, top) if top else -0.5]
         if index == 0 and position == 0:
             event.prompt_logprobs = self._of_prompt(one)
         stops = one.params.stop_token_ids

@@ -295,3 +295,16 @@ def test_a_start_is_measured_to_its_first_token(monkeypatch, capfd):
     for kind in (0, 1):
         total = sum(float(cells[part][kind]) for part in parts)
         assert abs(total - float(cells["to the first token"][kind])) < 0.005 * (len(parts) + 1)
+
+
+# ------------------------------------------------------------------- sleep
+
+
+def test_sleep_is_measured_and_answers_are_the_same(monkeypatch, capsys, tmp_path):
+    figures = tmp_path / "figures.json"
+    flags = ("--device", "cpu", "--json", figures)
+    assert run("tools/measure_sleep.py", *flags, monkeypatch=monkeypatch) == 0
+    assert "| level | GiB before |" in capsys.readouterr().out
+    rows = json.loads(figures.read_text())["rows"]
+    assert [row["level"] for row in rows] == [0, 1, 2]
+    assert all(row["same"] for row in rows[1:]) and rows[2]["weights_s"] > 0

@@ -79,7 +79,7 @@ class Result:
     def add(self, event: RequestEvent) -> None:
         """What one step did for it."""
         self.tokens += event.token_ids
-        self.logprobs += event.logprobs or []
+        self.logprobs += event.token_logprobs()
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = event.prompt_logprobs
         self.error = event.error or self.error

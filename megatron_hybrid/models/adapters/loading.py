@@ -3,7 +3,7 @@ model's family has for its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +13,7 @@ from megatron_hybrid.errors import WeightsError
 from megatron_hybrid.layers.adapters import AdaptedPart, AdapterSlots
 from megatron_hybrid.layers.linear import LinearPart
 from megatron_hybrid.models.adapters.peft_adapter import LowRank, PeftAdapter
-from megatron_hybrid.models.checkpoints.weight_source import Tensors
-from megatron_hybrid.models.checkpoints.weights import refusal, refuse_together
+from megatron_hybrid.models.checkpoints.placing import refusal, refuse_together
 from megatron_hybrid.models.families.family import Location
 from megatron_hybrid.models.families.registry import family_of
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -23,7 +22,7 @@ from megatron_hybrid.models.hybrid_model import HybridModel
 def load_adapter(
     model: HybridModel,
     slot: int | None,
-    source: str | Path | Tensors,
+    source: str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     config: Mapping[str, Any] | None,
 ) -> str:
     """Put an adapter into a slot of the model's, where its graphs read it; the digest of its

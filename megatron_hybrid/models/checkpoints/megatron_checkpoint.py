@@ -42,6 +42,7 @@ class MegatronCheckpoint:
     def __init__(self, folder: Path) -> None:
         """`folder`: of one iteration. Raises WeightsError for one that is no such checkpoint."""
         self.folder = folder
+        self.where = str(folder)
         _check_format(self.folder)
         metadata = read_pickle(self.folder / ".metadata")
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):

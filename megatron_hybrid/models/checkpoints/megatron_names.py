@@ -70,20 +70,24 @@ class MegatronNames:
         stored: Mapping[str, tuple[int, ...]] | None = None,
         *,
         zero_centered: bool | None = None,
+        some: bool = False,
     ) -> None:
         """`zero_centered`: whether the checkpoint has weight - 1 of its norms; None: as the model
-        does."""
+        does. `some`: `stored` may be a part of the model's."""
         self.config = config
         self.stored = stored
         self.zero_centered = config.zero_centered_norm if zero_centered is None else zero_centered
-        self.is_gpt = is_gpt_pattern(config.pattern) if stored is None else GPT_NORM in stored
+        if stored is None or some:
+            self.is_gpt = is_gpt_pattern(config.pattern) and HYBRID_NORM not in (stored or ())
+        else:
+            self.is_gpt = GPT_NORM in stored
         if self.is_gpt and not is_gpt_pattern(config.pattern):
             raise ConfigurationError(
                 f"A checkpoint of Megatron's GPTModel has layers of a mixer and an MLP each, which "
                 f"the layer pattern {config.pattern!r} does not have."
             )
         # Layers of one kind are one tensor in GPTModel's older checkpoints.
-        self.stacks_layers = stored is not None and not any(
+        self.stacks_layers = not (stored is None or some) and not any(
             re.match(r"decoder\.layers\.\d", name) for name in stored
         )
         self.per_layer = 2 if self.is_gpt else 1

@@ -22,6 +22,7 @@ from megatron_hybrid.layers.rope import inverse_frequencies
 from megatron_hybrid.models.checkpoints.folder import INDEX, SINGLE, ModelFolder
 from megatron_hybrid.models.checkpoints.kv_scales import is_kv_scale
 from megatron_hybrid.models.checkpoints.quantization import Quantization
+from megatron_hybrid.models.checkpoints.sent_tensors import SentTensors
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.families.family import ROTARY_TABLE, Location
 from megatron_hybrid.models.families.registry import family_of
@@ -32,7 +33,6 @@ _TYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8,
     "U8": torch.uint8, "I32": torch.int32, "BF16": torch.bfloat16, "F16": torch.float16,
 }  # fmt: skip
-Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 class WeightSource(ABC):
@@ -58,6 +58,10 @@ class WeightSource(ABC):
     def file_of(self, name: str) -> str:
         """What to sort reads by."""
         return ""
+
+    def tensors_of(self, name: str) -> Collection[str]:
+        """The source's own names of all that has to be there to read it."""
+        return (self.names[name],)
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
@@ -184,30 +188,23 @@ class FolderSource(WeightSource):
 
 
 class TensorSource(WeightSource):
-    """Tensors in memory, on any device and in any dtype."""
+    """Tensors by Hugging Face's names that were sent, or are to be; read from those that are
+    there."""
 
-    where = "the tensors given"
-
-    def __init__(self, config: HybridModelConfig, tensors: Tensors) -> None:
+    def __init__(self, config: HybridModelConfig, sent: SentTensors) -> None:
         super().__init__(config)
-        self._tensors: dict[str, Tensor] = {}
-        for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
-            if not isinstance(name, str) or not isinstance(tensor, Tensor):
-                raise WeightsError(
-                    "Weights in memory are pairs of a name and a torch tensor, not of "
-                    f"{type(name).__name__} and {type(tensor).__name__}."
-                )
-            self._tensors[name] = tensor.detach()
-        self.names = _canonical(config, self._tensors, self.where)
+        self.where = sent.where
+        self._sent = sent
+        self.names = _canonical(config, sent.infos, self.where)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[self.names[name]].shape)
+        return self._sent.infos[self.names[name]].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[self.names[name]].dtype
+        return self._sent.infos[self.names[name]].dtype
 
     def read(self, name: str, index: Index) -> Tensor:
-        return self._tensors[self.names[name]][index]
+        return self._sent.held[self.names[name]][index]
 
 
 @contextmanager

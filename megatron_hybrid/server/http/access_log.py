@@ -22,7 +22,7 @@ logger = logging.getLogger(ACCESS_LOG)
 
 REQUEST_ID = "x-request-id"
 # Asked by machines all the time: in the log only if they fail, or at its level DEBUG.
-QUIET_ROUTES = ("/health", "/ping", "/load", "/metrics", "/stats")
+QUIET_ROUTES = tuple("/health /ping /health_generate /liveness /load /metrics /stats".split())
 MOST_OF_A_PATH = 256  # characters
 _GIVEN_ID = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TypeVar
 
 from flask import Response, g, request
 from werkzeug.exceptions import RequestEntityTooLarge
@@ -11,10 +12,13 @@ from werkzeug.exceptions import RequestEntityTooLarge
 from megatron_hybrid.server.http.connection import client_gone
 from megatron_hybrid.server.http.generation import Generation
 from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
+from megatron_hybrid.server.http.protocol.parsing import Body, parse_body, read
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.http.streaming import Answers
 
+MAX_SMALL_BODY_BYTES = 2**16  # of routes whose fields are short
 _PIECE = 2**16
+T = TypeVar("T", bound=Body)
 
 
 def request_body() -> list[bytes]:
@@ -26,6 +30,14 @@ def request_body() -> list[bytes]:
         if most is not None and length > most:  # in chunks, whose sum nobody has announced
             raise RequestEntityTooLarge
     return pieces
+
+
+def small_body(kind: type[T]) -> T:
+    """A body that has few fields; without a body, none of them is given. Raises
+    InvalidRequestError."""
+    request.max_content_length = MAX_SMALL_BODY_BYTES
+    data = b"".join(request_body())
+    return read(kind, parse_body(data) if data else {})
 
 
 def answered(

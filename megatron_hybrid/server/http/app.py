@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flask import Flask, Response, g, request
-from werkzeug.exceptions import Forbidden, UnsupportedMediaType
+from werkzeug.exceptions import UnsupportedMediaType
 
 from megatron_hybrid.server.addresses import Addresses
 from megatron_hybrid.server.http import access_log, dashboard, openapi, routes, tracing
 from megatron_hybrid.server.http.anthropic import routes as anthropic_routes
 from megatron_hybrid.server.http.browsers import BrowserRules
+from megatron_hybrid.server.http.control import check_admin
 from megatron_hybrid.server.http.http_errors import WrongKey, error_response
 from megatron_hybrid.server.http.root_path import behind_root
 from megatron_hybrid.server.http.serving import Serving
@@ -55,7 +56,7 @@ def _install_checks(app: Flask, options: ServerOptions, address: str | None) -> 
         g.caller, g.key_name = NOBODY, None
         preflight = rules.check(request)
         if preflight is None:
-            _check_key(keys)
+            _check_key(keys, options)
             _check_content_type()
         return preflight
 
@@ -64,7 +65,7 @@ def _install_checks(app: Flask, options: ServerOptions, address: str | None) -> 
         return rules.add_headers(request, response)
 
 
-def _check_key(keys: KeyRing) -> None:
+def _check_key(keys: KeyRing, options: ServerOptions) -> None:
     if not len(keys):
         return
     caller = keys.find(request.headers.get("Authorization", ""))
@@ -77,8 +78,8 @@ def _check_key(keys: KeyRing) -> None:
             "The Authorization header must be 'Bearer' and a key of this server's, or x-api-key "
             "such a key."
         )
-    if keys.has_admins and request.path in CONTROL_PATHS and not g.caller.admin:
-        raise Forbidden(f"{request.path} needs a key of --admin-api-key; this one is none.")
+    if request.path in CONTROL_PATHS:
+        check_admin(options)
 
 
 def _check_content_type() -> None:

@@ -12,7 +12,7 @@ from megatron_hybrid.server.http.generation import Generation
 from megatron_hybrid.server.http.logprobs import chat_logprobs
 from megatron_hybrid.server.http.prepared import PreparedChat
 from megatron_hybrid.server.http.serving import Serving
-from megatron_hybrid.server.http.streaming import Chunk, ChunkAnswers
+from megatron_hybrid.server.http.streaming import Chunk, ChunkAnswers, versions_of
 from megatron_hybrid.server.http.tool_calls.reader import as_openai
 
 
@@ -79,7 +79,8 @@ class ChatAnswers(ChunkAnswers):
             calls = [{"index": number, **as_openai(call)}]
             events += self.event(_chunk(index, {"tool_calls": calls}))
         if delta.finish_reason is not None:
-            events += self.event({**_chunk(index, {}), "finish_reason": delta.finish_reason})
+            end = {"finish_reason": delta.finish_reason, **versions_of(delta)}
+            events += self.event({**_chunk(index, {}), **end})
         return events
 
     def _encode_thoughts(self, index: int) -> Callable[[str], bytes]:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob
+from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob, VersionSpan
 from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
 from megatron_hybrid.server.http.tool_calls.formats import Call
 from megatron_hybrid.server.http.tool_calls.reader import Piece, ToolCallReader
@@ -28,6 +28,8 @@ class Delta:
     token_ids: every token that counts as generated, if the request asks for them.
     stop: the stop string that ended it.
     in_order: where there are calls, these and the text as they were said.
+    weight_versions: with the last delta, of the whole answer, if it has several or is asked for
+    them.
     """
 
     index: int
@@ -39,10 +41,12 @@ class Delta:
     reasoning: str = ""
     stop: str | None = None
     in_order: list[Piece] = field(default_factory=list)
+    weight_versions: list[VersionSpan] = field(default_factory=list)
 
 
 class Choice(AnswerText):
     """index: in the HTTP answer, where several prompts may have several choices each.
+    tokenizer: None for an answer in token ids alone.
     splitter: finds thoughts; reader: finds tool calls in what comes after them.
     visible_ids: special tokens that the text shows, since it needs them.
     on_end: called with an answer that ended by itself, at its length or at a stop string: what the
@@ -52,14 +56,14 @@ class Choice(AnswerText):
     def __init__(
         self,
         index: int,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         request: GenerationRequest,
         reader: ToolCallReader | None = None,
         visible_ids: frozenset[int] = frozenset(),
         on_end: Callable[[str, list[Call], GeneratedAnswer], None] | None = None,
         splitter: ReasoningSplitter | None = None,
     ) -> None:
-        if request.show_special:
+        if request.show_special and tokenizer is not None:
             visible_ids = tokenizer.special_ids
         super().__init__(tokenizer, request.params.stop, visible_ids, request.show_stop)
         self.index = index
@@ -90,6 +94,7 @@ class Choice(AnswerText):
 
     def _count_thoughts(self, splitter: ReasoningSplitter, end: int) -> int:
         """Of an answer whose thoughts end there in its text."""
+        assert self._tokenizer is not None
         for mark in splitter.form.end:
             token_id = self._tokenizer.token_id(mark)
             if token_id in self._token_ids:
@@ -111,6 +116,8 @@ class Choice(AnswerText):
         logprobs = new.logprobs if with_ids else new.logprobs[: new.num_shown]
         stop = self.stop_hit
         delta = Delta(self.index, new.text, logprobs, reason, token_ids=token_ids, stop=stop)
+        if reason is not None and (self._request.return_weight_versions or len(self.versions) > 1):
+            delta.weight_versions = self.version_spans()
         if self._splitter is not None or self._reader is not None or self._on_end is not None:
             self._follow(new.token_ids[: new.num_shown], delta)
         return delta
@@ -153,6 +160,7 @@ class Choice(AnswerText):
         return GeneratedAnswer([], "")
 
     def _text_of(self, token_ids: Sequence[int]) -> str:
+        assert self._tokenizer is not None
         is_special, visible = self._tokenizer.is_special, self._visible_ids
         shown = [one for one in token_ids if one in visible or not is_special(one)]
         return self._tokenizer.decode(shown, skip_special_tokens=False)

@@ -11,7 +11,7 @@ from megatron_hybrid.server.http.generation import Generation
 from megatron_hybrid.server.http.logprobs import CompletionLogprobs, EchoedPrompt
 from megatron_hybrid.server.http.prepared import PreparedCompletion
 from megatron_hybrid.server.http.serving import Serving
-from megatron_hybrid.server.http.streaming import Chunk, ChunkAnswers
+from megatron_hybrid.server.http.streaming import Chunk, ChunkAnswers, versions_of
 
 
 class CompletionAnswers(ChunkAnswers):
@@ -91,7 +91,7 @@ class CompletionAnswers(ChunkAnswers):
         first = index not in self._texts
         if first:
             self._texts[index] = self.text_events(lambda text: _entry(index, text, None, None))
-        return self.event(self._choice(delta, first=first))
+        return self.event(self._choice(delta, first=first) | versions_of(delta))
 
 
 def _entry(

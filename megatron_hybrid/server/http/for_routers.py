@@ -45,6 +45,7 @@ def _install_model(app: Flask, serving: Serving) -> None:
                 "is_generation": True,
                 "has_image_understanding": False,
                 "has_audio_understanding": False,
+                "weight_version": serving.client.weight_version(),
             }
         )
 

@@ -125,18 +125,21 @@ class Generation:
         prompts: Sequence[Sequence[int]],
         make_choice: Callable[[int], Choice],
         message_ends: tuple[int, ...] = (),
+        each: Sequence[GenerationRequest] | None = None,
     ) -> None:
         """Submit every prompt; choice j of prompt i has the index i * n + j in the answer.
 
-        message_ends: where messages end in the prompt, if it is a chat.
+        message_ends: where messages end in the prompt, if it is a chat. each: what is wanted of
+        each prompt, with the same n, where that differs; whoever gives them has checked their ids.
         """
-        request = self.wanted
-        n = request.params.n
+        n = self.wanted.params.n
         engine = self._client.check()
-        request.params.validate_vocabulary(engine.vocab_size)
+        if each is None:
+            self.wanted.params.validate_vocabulary(engine.vocab_size)
+            each = [self.wanted] * len(prompts)
         limit, flag = engine.max_seq_length, engine.max_seq_length_flag
         self._prompt_tokens = sum(map(len, prompts))
-        for number, prompt in enumerate(prompts):
+        for number, (prompt, request) in enumerate(zip(prompts, each, strict=True)):
             request_id = f"{self.request_id}-{number}"
             for index in range(n):
                 self._choices[request_id, index] = make_choice(number * n + index)
@@ -157,19 +160,21 @@ class Generation:
                     arrived=self._arrived,
                     prefilled_by=request.prefilled_by,
                     prefilling=request.prefilling,
+                    called=request.called,
                 )
             )
         self.submitted = time.monotonic() - self._arrived
         packed = [add.prompt for add in self._adds]
-        most, salt = request.params.max_tokens, request.cache_salt
-        wanted = wire.Wanted(self.request_id, packed, n, most, salt)
+        longest_asked = [one.params.max_tokens for one in each]
+        known = [tokens for tokens in longest_asked if tokens is not None]
+        most = max(known) if len(known) == len(each) else None
+        wanted = wire.Wanted(self.request_id, packed, n, most, self.wanted.cache_salt)
         self._submit(self._client.place(wanted))
 
     def _submit(self, placement: Placement) -> None:
         """Send the prompts there, or where there is a replica; EngineUnavailable if none is."""
-        request = self.wanted
         # Stop strings are looked for while the engine runs; else an unstreamed answer can wait.
-        whole = not request.stream and not request.params.stop
+        whole = not self.wanted.stream and not any(add.params.stop for add in self._adds)
         while True:
             if self._subscription is not None:
                 self._subscription.close()
@@ -286,6 +291,17 @@ class Generation:
         if subscription is None or subscription.fingerprint is None:
             return None
         return subscription.fingerprint.short
+
+    def seconds(self, index: int) -> float | None:
+        """From when the request came to the end of this answer; None while it goes on."""
+        return self._times[index].ended
+
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that are there now."""
+        assert self._subscription is not None, "start comes first"
+        now = self._subscription.client.fingerprint
+        return "" if now is None else now.weight_version
 
     @property
     def handover_address(self) -> str:

@@ -68,7 +68,7 @@ class CompletionLogprobs:
         """The entries of the prompt's tokens, null for the first."""
         detokenizer = IncrementalDetokenizer(self._tokenizer)
         offset, offsets = 0, []
-        for number, token_id in enumerate(_without_hurry(prompt.token_ids)):
+        for number, token_id in enumerate(without_hurry(prompt.token_ids)):
             offsets.append(min(offset, len(prompt.text)))
             if not self._tokenizer.is_special(token_id):
                 offset += len(detokenizer.push((token_id,)))
@@ -84,10 +84,10 @@ class CompletionLogprobs:
 
         return {
             "tokens": list(map(spelling, token_ids)),
-            "token_logprobs": [entry and _finite(entry.logprob) for entry in entries],
+            "token_logprobs": [entry and finite(entry.logprob) for entry in entries],
             "top_logprobs": [
-                entry and {spelling(token_id): _finite(logprob) for token_id, logprob in entry.top}
-                for entry in _without_hurry(entries)
+                entry and {spelling(token_id): finite(logprob) for token_id, logprob in entry.top}
+                for entry in without_hurry(entries)
             ],
             "text_offset": offsets,
         }
@@ -95,7 +95,7 @@ class CompletionLogprobs:
 
 def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     data = bytes_of_token(tokenizer, token_id)
-    return {"token": _spelling(data), "bytes": list(data), "logprob": _finite(logprob)}
+    return {"token": _spelling(data), "bytes": list(data), "logprob": finite(logprob)}
 
 
 def _spelling(data: bytes) -> str:
@@ -106,7 +106,7 @@ def _spelling(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _without_hurry(items: Sequence[T]) -> Iterator[T]:
+def without_hurry(items: Sequence[T]) -> Iterator[T]:
     """The items, with pauses in which other greenlets go on: a prompt may have very many."""
     for number, item in enumerate(items):
         if number % PAUSE_EVERY == PAUSE_EVERY - 1:
@@ -114,5 +114,6 @@ def _without_hurry(items: Sequence[T]) -> Iterator[T]:
         yield item
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """As JSON can say it."""
     return max(logprob, LOWEST_LOGPROB)

@@ -25,6 +25,7 @@ from megatron_hybrid.server.http.protocol import (
     requests,
     response_answers,
     scoring,
+    weights,
 )
 from megatron_hybrid.server.http.protocol.parsing import (
     Body,
@@ -36,6 +37,10 @@ from megatron_hybrid.server.http.protocol.response_queries import InputItemsQuer
 from megatron_hybrid.server.http.protocol.responses import ResponsesRequest
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.http.streaming import FINGERPRINT
+from megatron_hybrid.server.http.tokens import shapes as tokens
+from megatron_hybrid.server.http.tokens.control_bodies import AbortRequestBody
+from megatron_hybrid.server.http.tokens.generate_body import GenerateRequest
+from megatron_hybrid.server.http.tokens.inference_body import InferenceRequest
 from megatron_hybrid.server.options import SamplingDefaults
 
 # For load balancers and scrapers, which hold no key, and for the page that asks for one.
@@ -96,6 +101,14 @@ def _get(path: str, summary: str, answer: Any, *errors: int, kind: str = _JSON) 
     return Route(path, summary, answer, errors=errors, method="get", kind=kind)
 
 
+def _control(path: str, summary: str, body: Any = ()) -> Route:
+    return Route(path, summary, answers.Controlled, body, _CONTROLS)
+
+
+def _sglang(path: str, summary: str, body: Any) -> Route:
+    return Route(path, summary, answers.Succeeded, body, _CONTROLS)
+
+
 _CHAT = ("/v1/chat/completions", "Answer a chat.")
 _TEXT = ("/v1/completions", "Continue texts.")
 _MESSAGES = ("/v1/messages", "Answer a chat, in Anthropic's form.", anthropic_answers.Message)
@@ -104,8 +117,11 @@ _TOKENIZE = ("/tokenize", "Text or a chat as token ids.", answers.Tokens)
 _SCORE = ("/score_tokens", "How likely answers are behind a prompt.", answers.Scores)
 _RENDER_CHAT = (f"{_CHAT[0]}/render", "Its prompt as token ids.", answers.RenderedPrompt)
 _RENDER_TEXT = (f"{_TEXT[0]}/render", "Its prompts as token ids.", list[answers.RenderedPrompt])
-_PAUSE = ("/pause", "Start no more requests; answered when none runs.")
-_UPDATE = ("/update_weights", "Read the model's weights from a folder of the server's machine.")
+_PAUSE = "Start no more requests; answered when none runs."
+_UPDATE = "Overwrite the model's weights, from a folder or another process."
+_START = ("The updates that come are pieces of one.", weights.StartUpdateRequest)
+_FINISH = ("All pieces are there.", weights.FinishUpdateRequest)
+_GROUP = "Meet a trainer in a group through which it sends weights."
 _INFO = ("What a router wants to know: the model's name.", answers.ServerInfo)
 _MODEL_INFO = ("What a router wants to know of the model.", answers.ModelInfo)
 _LOADS = ("/v1/loads", "How much each replica has to do.", answers.Loads, 503)
@@ -120,6 +136,11 @@ _ITEMS = (f"{_RESPONSE}/input_items", "What it answers.", response_answers.ItemL
 _DROP = (_RESPONSE, "Store it no more.", response_answers.ResponseDeleted)
 _CANCEL = (f"{_RESPONSE}/cancel", "Always refused.", response_answers.Response)
 _STORED = (400, 404, 503)
+_GENERATE = ("/generate", "Continue prompts of token ids, as SGLang has it.")
+_INFER = ("/inference/v1/generate", "Continue a prompt of token ids, as vLLM has it.")
+_FLUSH = ("/flush_cache", "Forget every cached prefix, unless requests run or wait.", str)
+_GENERATES_ONE = ("/health_generate", "Whether tokens are generated.", tokens.Healthy)
+_VERSION = ("What trainers call the weights.", tokens.WeightVersion, 503)
 ROUTES = [
     Route(
         *(*_CHAT, answers.ChatCompletion, requests.ChatRequest, _GENERATES),
@@ -141,6 +162,16 @@ ROUTES = [
         events=anthropic_answers.Event,
         stream="Message..., ContentBlock... or Ping as its data, and its type as its name.",
         error=anthropic_answers.MessagesError,
+    ),
+    Route(
+        *(*_GENERATE, tokens.GeneratedOrList, GenerateRequest, _GENERATES),
+        events=tokens.Generated,
+        stream=f"Generated {_TO_DONE}",
+    ),
+    Route(
+        *(*_INFER, tokens.Inferred, InferenceRequest, _GENERATES),
+        events=tokens.InferredChunk,
+        stream=f"InferredChunk {_TO_DONE}",
     ),
     Route(
         *(*_COUNT, anthropic.CountTokensRequest, (404, *_ASKS)),
@@ -170,10 +201,33 @@ ROUTES = [
     Route(*_TOKENIZE, (requests.TokenizeTextRequest, requests.TokenizeChatRequest), _ASKS),
     Route("/detokenize", "Token ids as text.", answers.Text, requests.DetokenizeRequest, _ASKS),
     Route("/abort", "End an answer early.", answers.Aborted, requests.AbortRequest, _ASKS),
+    Route("/abort_request", "End answers early.", answers.Aborted, AbortRequestBody, _ASKS),
+    *(
+        Route(*_FLUSH, errors=(400, 403, *_ASKS), method=method, kind="text/plain")
+        for method in ("get", "post")
+    ),
+    *(Route(*_GENERATES_ONE, errors=_ASKS, method=method) for method in ("get", "post")),
+    _get("/liveness", "Whether the engine's process answers.", tokens.Healthy, 503),
+    *(_get(path, *_VERSION) for path in ("/weight_version", "/get_weight_version")),
     Route("/reset_prefix_cache", "Forget every cached prefix.", answers.Done, errors=_ASKS),
-    Route(*_PAUSE, answers.Controlled, requests.PauseRequest, _CONTROLS),
-    Route("/resume", "Go on after a pause.", answers.Controlled, requests.ResumeRequest, _CONTROLS),
-    Route(*_UPDATE, answers.Controlled, requests.UpdateWeightsRequest, _CONTROLS),
+    _control("/pause", _PAUSE, weights.PauseRequest)._replace(query=weights.PauseQuery),
+    _control("/resume", "Go on after a pause.", weights.ResumeRequest),
+    _control("/update_weights", _UPDATE, weights.UpdateWeightsRequest),
+    _control("/update_weight_version", "Name the weights.", weights.NameWeightsRequest),
+    *(_control(f"/{one}_weight_update", *_START) for one in ("start", "begin")),
+    *(_control(f"/{one}_weight_update", *_FINISH) for one in ("finish", "end")),
+    _control("/init_weight_transfer_engine", _GROUP, weights.InitTransferRequest),
+    _control("/shutdown_weight_transfer_engine", "Leave that group."),
+    _control("/init_broadcaster", _GROUP, weights.InitBroadcasterRequest),
+    _get("/is_paused", "Whether requests wait for /resume.", answers.Paused, 403, 503),
+    _get("/weight_info", "What answers call the weights.", answers.WeightInfo, 403, 503),
+    _sglang("/pause_generation", _PAUSE, weights.PauseGenerationRequest),
+    _sglang("/continue_generation", "Go on after a pause.", weights.ResumeRequest),
+    _sglang("/init_weights_update_group", _GROUP, weights.InitGroupRequest),
+    _sglang("/destroy_weights_update_group", "Leave it.", weights.DestroyGroupRequest),
+    _sglang("/update_weights_from_distributed", _UPDATE, weights.FromDistributedRequest),
+    _sglang("/update_weights_from_tensor", _UPDATE, weights.FromTensorRequest),
+    _sglang("/update_weights_from_disk", _UPDATE, weights.FromDiskRequest),
 ]
 
 

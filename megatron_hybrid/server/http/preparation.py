@@ -16,7 +16,7 @@ from itertools import takewhile
 from msgspec import json
 
 from megatron_hybrid.errors import InvalidRequestError
-from megatron_hybrid.request import MAX_TOKENS, Grammar, SamplingParams, Unasked
+from megatron_hybrid.request import MAX_TOKENS, Grammar, SamplingParams
 from megatron_hybrid.request_checks import validate_prompt
 from megatron_hybrid.scoring import joined, kept_at, params_behind
 from megatron_hybrid.server.http.logprobs import EchoedPrompt
@@ -47,7 +47,11 @@ from megatron_hybrid.server.http.protocol.requests import (
 )
 from megatron_hybrid.server.http.protocol.scoring import check_size, parse_score
 from megatron_hybrid.server.http.responses.preparing import PreparedResponse, Preparer
+from megatron_hybrid.server.http.tokens.asked import AskedPrompt, PreparedPrompt
+from megatron_hybrid.server.http.tokens.generate_parsing import PreparedGenerate, parse_generate
+from megatron_hybrid.server.http.tokens.inference_body import PreparedInference, parse_inference
 from megatron_hybrid.server.http.tool_calls.calling import ToolCalling
+from megatron_hybrid.server.http.truncation import kept, last_of
 from megatron_hybrid.server.keys import NOBODY, Caller
 from megatron_hybrid.server.link.answer_memory import AnswerMemoryClient, ChatKeys
 from megatron_hybrid.server.link.messages import EngineReady
@@ -128,7 +132,7 @@ class Preparation:
         wanted = _salted(wanted, caller)
         keys = ChatKeys(wanted.cache_salt, request.messages)
         encoded = self._encode_chat(request, keys, engine, request.field, request.marks)
-        prompt, message_ends, block_ends = _last_of(encoded, _kept(wanted, engine))
+        prompt, message_ends, block_ends = last_of(encoded, kept(wanted, engine))
         wanted = replace(wanted, cache_checkpoints=wanted.cache_checkpoints + block_ends)
         token_ids = self._checked(request.field, prompt, wanted, engine)
         _check_cache_checkpoints(request.field, prompt, wanted)
@@ -185,7 +189,7 @@ class Preparation:
         prompts = []
         for number, given in enumerate(request.prompts):
             prompt = self._encode("prompt", given, engine) if isinstance(given, str) else given
-            prompt = _last_of(EncodedPrompt(prompt), _kept(wanted, engine)).token_ids
+            prompt = last_of(EncodedPrompt(prompt), kept(wanted, engine)).token_ids
             prompts.append(self._checked("prompt", prompt, wanted, engine))
             name = f"prompt[{number}]" if len(request.prompts) > 1 else "prompt"
             _check_cache_checkpoints(name, prompt, wanted)
@@ -227,6 +231,39 @@ class Preparation:
         return PreparedScores(
             _salted(wanted, caller), prompts, len(prompt), request.top_logprobs is not None
         )
+
+    def generate(
+        self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY
+    ) -> PreparedGenerate:
+        """Of /generate."""
+        asked = parse_generate(parse_body(body), self.options)
+        self._check_model(asked.model)
+        prompts = [self._in_tokens(one, engine, caller) for one in asked.prompts]
+        return PreparedGenerate(prompts, asked.form)
+
+    def inference(
+        self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY
+    ) -> PreparedInference:
+        """Of /inference/v1/generate."""
+        asked = parse_inference(parse_body(body), self.options)
+        self._check_model(asked.model)
+        prompt = self._in_tokens(asked.prompt, engine, caller)
+        return PreparedInference([prompt], asked.with_prompt)
+
+    def _in_tokens(self, asked: AskedPrompt, engine: EngineReady, caller: Caller) -> PreparedPrompt:
+        """A prompt of a body with token ids."""
+        field, prompt = asked.field, asked.prompt
+        if isinstance(prompt, str):
+            prompt = self._encode(field, prompt, engine)
+        with asked.words.used():
+            wanted = _salted(self._in_token_ids(asked.generation), caller)
+            token_ids = self._checked(field, prompt, wanted, engine)
+            form, begins = self.reasoning, Opening.CONTENT
+            if form is not None and wanted.params.thinking_token_budget is not None:
+                begins = opening_after(form, token_ids, self.tokenizer)
+            params = with_marks(wanted.params, form, begins, self.tokenizer)
+            params.validate_vocabulary(engine.vocab_size)
+        return PreparedPrompt(_answered_here(replace(wanted, params=params), engine), token_ids)
 
     def tokenize(self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY) -> bytes:
         """Of /tokenize; the answer's body."""
@@ -388,24 +425,6 @@ def _answered_here(request: GenerationRequest, engine: EngineReady) -> Generatio
     if not engine.handover_address:
         return request
     return replace(request, params=of_prompt_alone(request.params))
-
-
-def _kept(request: GenerationRequest, engine: EngineReady) -> int | None:
-    """How many tokens of a prompt are kept at most; None: all."""
-    if request.last_tokens != -1:
-        return request.last_tokens
-    asked = request.params.max_tokens
-    answer = 1 if asked is None or isinstance(asked, Unasked) else asked
-    return max(1, engine.max_seq_length - max(1, answer, request.params.min_tokens))
-
-
-def _last_of(prompt: EncodedPrompt, most: int | None) -> EncodedPrompt:
-    """Not more than so many tokens, the last ones; None: all."""
-    cut = 0 if most is None else max(0, len(prompt.token_ids) - most)
-    if not cut:
-        return prompt
-    ends = tuple(end - cut for end in prompt.message_ends if end > cut)
-    return EncodedPrompt(prompt.token_ids[cut:], ends)
 
 
 def _check_cache_checkpoints(name: str, prompt: Sequence[int], request: GenerationRequest) -> None:

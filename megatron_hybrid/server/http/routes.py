@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from flask import Flask, Response, g, request
-from werkzeug.exceptions import Forbidden
+from flask import Flask, Response, g
 
 from megatron_hybrid import __version__
-from megatron_hybrid.errors import InvalidRequestError
-from megatron_hybrid.request import PauseMode
-from megatron_hybrid.server.http.answering import answered, request_body
+from megatron_hybrid.server.http.answering import answered, request_body, small_body
 from megatron_hybrid.server.http.chat import ChatAnswers
 from megatron_hybrid.server.http.completions import CompletionAnswers
 from megatron_hybrid.server.http.for_routers import install as install_for_routers
@@ -24,30 +21,24 @@ from megatron_hybrid.server.http.prepared import (
     PreparedScores,
     UnknownModel,
 )
-from megatron_hybrid.server.http.protocol.parsing import Body, parse_body, read
-from megatron_hybrid.server.http.protocol.requests import (
-    AbortRequest,
-    PauseRequest,
-    ResumeRequest,
-    UpdateWeightsRequest,
-)
+from megatron_hybrid.server.http.protocol.requests import AbortRequest
+from megatron_hybrid.server.http.protocol.weights import ResumeRequest
 from megatron_hybrid.server.http.responses.routes import install as install_responses
 from megatron_hybrid.server.http.scores import Scores
 from megatron_hybrid.server.http.serving import Serving
+from megatron_hybrid.server.http.tokens.routes import install as install_tokens
+from megatron_hybrid.server.http.weights import install as install_weights
 from megatron_hybrid.server.link import messages as wire
-from megatron_hybrid.server.link.engine_client import QueryFailed
-
-MAX_SMALL_BODY_BYTES = 2**16  # of routes whose fields are short
-T = TypeVar("T", bound=Body)
 
 
 def install(app: Flask, serving: Serving) -> None:
     """OpenAI's routes, those that look after the server, and those that steer the engine."""
     _install_answers(app, serving)
     install_responses(app, serving)
+    install_tokens(app, serving)
     _install_service(app, serving)
     install_for_routers(app, serving)
-    _install_control(app, serving)
+    install_weights(app, serving)
 
 
 def _install_answers(app: Flask, serving: Serving) -> None:
@@ -146,58 +137,11 @@ def _install_service(app: Flask, serving: Serving) -> None:
 
     @app.post("/abort")
     def abort() -> Response:
-        request_id = _small_body(AbortRequest).request_id
+        request_id = small_body(AbortRequest).request_id
         return json_response(serving.client.ask(wire.AbortAnswers, request_id))
 
     @app.post("/reset_prefix_cache")
     def reset_prefix_cache() -> Response:
-        _small_body(ResumeRequest)
+        small_body(ResumeRequest)
         serving.client.ask(wire.ResetPrefixCache)
         return json_response({"status": "ok"})
-
-
-def _install_control(app: Flask, serving: Serving) -> None:
-    """For a trainer beside the engine: they stop it for everybody and read files of its machine, so
-    a server that others can reach has them only with --enable-control-routes. Each is answered
-    with the weights' epoch when it is done, which may take as long as the requests that run."""
-
-    @app.post("/pause")
-    def pause() -> Response:
-        mode = body(PauseRequest).mode or PauseMode.FINISH
-        return answer(wire.Pause, mode.value)
-
-    @app.post("/resume")
-    def resume() -> Response:
-        body(ResumeRequest)
-        return answer(wire.Resume)
-
-    @app.post("/update_weights")
-    def update_weights() -> Response:
-        wanted = body(UpdateWeightsRequest)
-        mode = "" if wanted.mode is None else wanted.mode.value
-        try:
-            return answer(wire.UpdateWeights, wanted.path, mode)
-        except QueryFailed as error:
-            if error.status != 400:
-                raise
-            raise InvalidRequestError("path", str(error)) from error
-
-    def body(kind: type[T]) -> T:
-        if not serving.options.serves_control:
-            raise Forbidden(
-                f"{request.path} is off: this server listens on {serving.options.host}, where "
-                "others can reach it. --enable-control-routes switches it on."
-            )
-        return _small_body(kind)
-
-    def answer(kind: type[wire.AnyQuery], *arguments: Any) -> Response:
-        values = serving.client.ask(kind, *arguments, timeout=None)
-        return json_response({"status": "ok", **values})
-
-
-def _small_body(kind: type[T]) -> T:
-    """A body that has few fields; without a body, none of them is given. Raises
-    InvalidRequestError."""
-    request.max_content_length = MAX_SMALL_BODY_BYTES
-    data = b"".join(request_body())
-    return read(kind, parse_body(data) if data else {})

@@ -140,7 +140,7 @@ class ChunkAnswers(Answers):
         """A whole answer as an entry of "choices"."""
 
     def whole(self, answers: list[Delta]) -> Chunk:
-        choices = [self.choice(answer) for answer in answers]
+        choices = [self.choice(answer) | versions_of(answer) for answer in answers]
         answer = {**self._named_head(), "choices": choices, "usage": self._generation.usage()}
         return answer | self._handed_over()
 
@@ -223,7 +223,14 @@ def _joined(pieces: list[Delta]) -> Delta:
         "".join(piece.reasoning for piece in pieces),
         pieces[-1].stop,
         in_order if calls else [],
+        pieces[-1].weight_versions,
     )
+
+
+def versions_of(delta: Delta) -> Chunk:
+    """What a choice's end says of the weights, if it says anything of them."""
+    spans = [span._asdict() for span in delta.weight_versions]
+    return {"weight_versions": spans} if spans else {}
 
 
 def _is_shown(delta: Delta) -> bool:

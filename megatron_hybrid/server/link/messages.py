@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from megatron_hybrid.request import CONTEXT_FLAG, FinishReason, RequestEvent, SamplingParams
+from megatron_hybrid.weight_transfer import requests as weight_transfer
 
 
 class Command(msgspec.Struct, tag=True, frozen=True):
@@ -41,7 +42,8 @@ class AddRequest(Command, frozen=True):
     `prompt`: its ids, `packed`. `answers`: how many the HTTP request asks for
     in all, and 0 in its later prompts: it is let in or refused as a whole. `arrived`: when it came,
     by this machine's `time.monotonic`. `prefilled_by`: a server that has computed the prompt, or
-    whose request `prefilling` computes it.
+    whose request `prefilling` computes it. `called`: the client's own name for it, by which
+    AbortAnswers finds it too.
     """
 
     request_id: str
@@ -55,6 +57,7 @@ class AddRequest(Command, frozen=True):
     arrived: float | None = None
     prefilled_by: str = ""
     prefilling: str = ""
+    called: str = ""
 
 
 class Prepared(Command, frozen=True):
@@ -85,13 +88,19 @@ class GetStats(Query, frozen=True):
 
 class AbortAnswers(Query, frozen=True):
     """End all answers to one HTTP request, whichever front end it came through; the result holds
-    `aborted`, their number."""
+    `aborted`, their number. `request_id`: ours, or what the client calls it."""
 
     request_id: str
 
 
+class AbortAll(Query, frozen=True):
+    """End every answer of every front end; the result holds `aborted`, their number."""
+
+
 class ResetPrefixCache(Query, frozen=True):
-    """Forget every cached prefix."""
+    """Forget every cached prefix. `if_idle`: refused while a request runs or waits."""
+
+    if_idle: bool = False
 
 
 class Pause(Query, frozen=True):
@@ -106,12 +115,45 @@ class Resume(Query, frozen=True):
 
 
 class UpdateWeights(Query, frozen=True):
-    """Read the model's weights from a folder when what runs has been treated as by Pause; a mode
-    of "": as by the pause that holds, or "finish". The cache is emptied. Paused before: stays
-    paused; else goes on. Answered with the new `epoch`."""
+    """Overwrite the model's weights when what runs has been treated as by Pause; a mode of "": as
+    by the pause that holds, or "finish". The cache is emptied. Paused before: stays paused; else
+    goes on. Answered with the new `epoch` and `weight_version`. Between BeginUpdate and
+    FinishUpdate it is one piece of several. version: what answers call the weights then."""
 
-    folder: str
-    mode: str
+    source: weight_transfer.Source
+    mode: str = ""
+    version: str | None = None
+
+
+class BeginUpdate(Query, frozen=True):
+    """Pause as `mode` says and stay so: an update in several pieces comes."""
+
+    mode: str = ""
+
+
+class FinishUpdate(Query, frozen=True):
+    """All pieces are there. Goes on, unless it was paused before BeginUpdate."""
+
+    version: str | None = None
+
+
+class NameWeights(Query, frozen=True):
+    """What answers call the weights from now on, which stay as they are."""
+
+    version: str
+
+
+class OpenGroup(Query, frozen=True):
+    """Make a group with a trainer, which does the same: answered when it has come about. Until then
+    what runs stands still."""
+
+    group: weight_transfer.TransferGroup
+
+
+class CloseGroup(Query, frozen=True):
+    """Leave a group with a trainer; the result says whether there was one of that `name`."""
+
+    name: str
 
 
 class Stop(Command, frozen=True):
@@ -201,10 +243,13 @@ class EngineReady(Reply, frozen=True):
 
 class Fingerprint(Reply, frozen=True):
     """What computes this replica's answers from now on, and its short form: comes before
-    EngineReady, and whenever weights have changed."""
+    EngineReady, and whenever weights have changed. `weight_version`: what trainers call these
+    weights; `epoch`: how often they have changed."""
 
     short: str
     parts: dict[str, Any] = {}
+    weight_version: str = ""
+    epoch: int = 0
 
 
 class Draining(Reply, frozen=True):
@@ -248,7 +293,9 @@ class EngineEnded(Reply, frozen=True):
     reason: str
 
 
-AnyQuery = GetStats | AbortAnswers | ResetPrefixCache | Pause | Resume | UpdateWeights
+WeightsQuery = UpdateWeights | BeginUpdate | FinishUpdate | NameWeights
+ControlQuery = Pause | Resume | WeightsQuery | OpenGroup | CloseGroup
+AnyQuery = GetStats | AbortAnswers | AbortAll | ResetPrefixCache | ControlQuery
 AnyCommand = Join | Joined | Left | AddRequest | AbortRequest | AnyQuery
 CoordinatorCommand = Place | Moved | Started | Ended
 AnyReply = (

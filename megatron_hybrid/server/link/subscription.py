@@ -107,7 +107,11 @@ class Subscription:
             self.first_event = time.monotonic()
         if isinstance(item, RequestEvent) and self.whole:
             key = (item.request_id, item.index)
-            item = _merge(self._partial.pop(key, None), item)
+            earlier = self._partial.pop(key, None)
+            if earlier is not None and earlier.weight_version != item.weight_version:
+                self._queue.put(earlier)  # whose tokens are of other weights
+                earlier = None
+            item = _merge(earlier, item)
             if item.finish_reason is None:
                 self._partial[key] = item
                 return
@@ -128,9 +132,11 @@ class Subscription:
 def _merge(earlier: RequestEvent | None, event: RequestEvent) -> RequestEvent:
     if earlier is None:
         return event
-    event.token_ids = earlier.token_ids + event.token_ids
-    if earlier.logprobs is not None or event.logprobs is not None:
-        event.logprobs = (earlier.logprobs or []) + (event.logprobs or [])
+    earlier.token_ids += event.token_ids  # in place: an answer may have very many
+    event.token_ids = earlier.token_ids
+    if earlier.logprobs is not None:
+        earlier.logprobs += event.logprobs or []
+        event.logprobs = earlier.logprobs
     event.prompt_logprobs = earlier.prompt_logprobs or event.prompt_logprobs
     event.prompt_tokens = max(earlier.prompt_tokens, event.prompt_tokens)
     event.cached_tokens = max(earlier.cached_tokens, event.cached_tokens)

@@ -10,17 +10,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid.errors import RequestError, WeightsError
 from megatron_hybrid.server.link import messages as wire
+from megatron_hybrid.weight_transfer.requests import FromFolder, FromGroup, FromPrime
 
 if TYPE_CHECKING:  # torch takes seconds, during which the front end already starts
     from megatron_hybrid.engine.engine import DynamicInferenceEngine
+    from megatron_hybrid.weight_transfer.transfers import WeightTransfers
 
 logger = logging.getLogger(__name__)
-
-ControlQuery = wire.Pause | wire.Resume | wire.UpdateWeights
 
 
 class _Conflict(RequestError):
@@ -30,26 +30,27 @@ class _Conflict(RequestError):
 
 
 @dataclass(slots=True)
-class _Update:
-    """An update that waits for the engine to come to rest."""
+class _Job:
+    """What waits for the engine to come to rest."""
 
     client: bytes
-    query: wire.UpdateWeights
-    stays_paused: bool
+    query: wire.ControlQuery
+    was_paused: bool
 
 
 @dataclass(eq=False)
 class EngineControl:
     """`send` gives a client its reply; `tell_of_weights` tells all that they have changed. In a
-    lockstep group every replica is asked for an update, and they load the weights together."""
+    lockstep group every replica is asked for a job, and they do it together."""
 
     engine: DynamicInferenceEngine
     send: Callable[[bytes, wire.Reply], None]
     tell_of_weights: Callable[[], None] = lambda: None
     _pauses: list[tuple[bytes, wire.Pause]] = field(default_factory=list)  # not answered yet
-    _update: _Update | None = None
+    _job: _Job | None = None
+    _goes_on: bool = False  # when the update in several pieces is finished
 
-    def take(self, client: bytes, query: ControlQuery) -> None:
+    def take(self, client: bytes, query: wire.ControlQuery) -> None:
         """Begin what the query asks for. Some answers come with `proceed`."""
         try:
             match query:
@@ -57,26 +58,26 @@ class EngineControl:
                     self._pause(client, query)
                 case wire.Resume():
                     self._resume(client, query)
-                case wire.UpdateWeights():
-                    self._begin_update(client, query)
+                case _:
+                    self._await_rest(client, query)
         except RequestError as error:
             self._refuse(client, query, str(error), error.status)
 
     def proceed(self) -> None:
         """To be called in every turn of the loop: do and answer what waited for the engine to come
         to rest, if it has."""
-        if not (self._pauses or self._update) or not self.engine.is_quiet:
+        if not (self._pauses or self._job) or not self.engine.is_quiet:
             return
         for client, query in self._pauses:
             self._succeed(client, query)
         self._pauses.clear()
-        if self._update is not None and self._others_are_at_rest():
-            update, self._update = self._update, None
-            self._load(update)
+        if self._job is not None and self._others_are_at_rest():
+            job, self._job = self._job, None
+            self._do(job)
 
     def _others_are_at_rest(self) -> bool:
-        """Whether every replica in lockstep waits to load weights, as this one does from now on;
-        all learn it in the same turn."""
+        """Whether every replica in lockstep waits to do its job, as this one does from now on; all
+        learn it in the same turn."""
         lockstep = self.engine.lockstep
         if lockstep is None:
             return True
@@ -89,54 +90,114 @@ class EngineControl:
     def _pause(self, client: bytes, query: wire.Pause) -> None:
         self.engine.pause(query.mode)
         self._pauses.append((client, query))
-        if self._update is not None:
-            self._update.stays_paused = True
+        if self._job is not None:
+            self._job.was_paused = True
+        self._goes_on = False
 
     def _resume(self, client: bytes, query: wire.Resume) -> None:
-        if self._update is not None:
+        if self._job is not None:
             raise _Conflict(
                 "New weights wait for running requests to end: resume when they are in place."
             )
+        if self.engine.weights.is_open:
+            raise _Conflict("The weights are being updated: finish that first.")
         self.engine.resume()
         for waiting, pause in self._pauses:
             message = "The engine was resumed before it had come to rest."
             self._refuse(waiting, pause, message, _Conflict.status)
         self._pauses.clear()
+        self.tell_of_weights()  # which may have got a new name just now
         self._succeed(client, query)
 
-    def _begin_update(self, client: bytes, query: wire.UpdateWeights) -> None:
-        if self._update is not None:
-            raise _Conflict(
-                f"New weights from {self._update.query.folder} are being waited for already."
-            )
+    def _await_rest(self, client: bytes, query: wire.ControlQuery) -> None:
+        if self._job is not None:
+            raise _Conflict(f"{_words(self._job.query)} are being waited for already.")
         was_paused = self.engine.is_paused
-        if query.mode or not was_paused:
-            self.engine.pause(query.mode or "finish")
-        self._update = _Update(client, query, stays_paused=was_paused)
+        mode = getattr(query, "mode", "keep")  # groups come and go between two steps
+        if mode or not was_paused:
+            self.engine.pause(mode or "finish")
+        self._job = _Job(client, query, was_paused)
 
-    def _load(self, update: _Update) -> None:
-        client, query, engine = update.client, update.query, self.engine
-        logger.info("Reading new weights from %s.", query.folder)
+    def _do(self, job: _Job) -> None:
+        client, query, engine = job.client, job.query, self.engine
+        was_open, epoch = engine.weights.is_open, engine.epoch
+        logger.info("%s.", _words(query))
         try:
             try:
-                engine.update_weights(query.folder)
+                values = self._done(query)
             finally:  # before the answer: whoever has it finds the engine as it was
-                if not update.stays_paused:
-                    engine.resume()
+                self._go_on(job, was_open)
         except WeightsError as error:
-            logger.warning("The weights were not changed: %s", error)
+            logger.warning("%s: it was refused: %s", _words(query), error)
             self._refuse(client, query, str(error), 400)
         except Exception as error:  # the engine's next step says whether it can go on
-            logger.exception("New weights could not be put in place.")
+            logger.exception("%s: it failed.", _words(query))
             self._refuse(client, query, str(error), 500)
         else:
-            name = engine.fingerprint.short
-            logger.info("New weights are in place: epoch %d, %s.", engine.epoch, name)
+            if engine.epoch != epoch:
+                name = engine.weights.fingerprint.short
+                logger.info("New weights are in place: epoch %d, %s.", engine.epoch, name)
             self.tell_of_weights()
-            self._succeed(client, query)
+            self._succeed(client, query, values)
 
-    def _succeed(self, client: bytes, query: wire.Query) -> None:
-        self.send(client, wire.Result(query.query_id, {"epoch": self.engine.epoch}))
+    def _done(self, query: wire.ControlQuery) -> dict[str, Any]:
+        """Do it; what else the answer says."""
+        weights = self.engine.weights
+        match query:
+            case wire.UpdateWeights(source=FromFolder(path)):
+                self.engine.update_weights(path, query.version)
+            case wire.UpdateWeights():
+                self.engine.come_to_rest()
+                weights.update_from(self._transfers().sources(query.source), query.version)
+            case wire.BeginUpdate():
+                self.engine.come_to_rest()
+                weights.begin()
+            case wire.NameWeights(version=version):
+                weights.call(version)
+            case wire.FinishUpdate():
+                if not weights.is_open:
+                    raise WeightsError("No update in several pieces has begun.")
+                weights.finish(query.version)
+            case wire.OpenGroup():
+                self._transfers().open(query.group)
+            case wire.CloseGroup():
+                return {"closed": self._transfers().close(query.name)}
+        return {}
+
+    def _go_on(self, job: _Job, was_open: bool) -> None:
+        """As it was before, unless an update has begun of which more pieces come."""
+        is_open = self.engine.weights.is_open
+        if is_open and not was_open:
+            self._goes_on = not job.was_paused
+        elif was_open and not is_open and self._goes_on or not is_open and not job.was_paused:
+            self.engine.resume()
+
+    def _transfers(self) -> WeightTransfers:
+        transfers = self.engine.weights.transfers
+        assert transfers is not None, "of whoever builds the engine"
+        return transfers
+
+    def _succeed(
+        self, client: bytes, query: wire.Query, values: dict[str, Any] | None = None
+    ) -> None:
+        now = {"epoch": self.engine.epoch, "weight_version": self.engine.weights.version}
+        self.send(client, wire.Result(query.query_id, {**now, **(values or {})}))
 
     def _refuse(self, client: bytes, query: wire.Query, message: str, status: int) -> None:
         self.send(client, wire.Result(query.query_id, error=message, status=status))
+
+
+def _words(query: wire.ControlQuery) -> str:
+    """What it is about, for the log and for who comes too early."""
+    match query:
+        case wire.UpdateWeights(source=FromFolder(path)):
+            return f"New weights from {path}"
+        case wire.UpdateWeights(source=FromGroup(group) | FromPrime(group)):
+            return f"New weights from group {group!r}"
+        case wire.UpdateWeights():
+            return "New weights from other processes' memory"
+        case wire.OpenGroup(group=group):
+            return f"The members of group {group.name!r}"
+        case wire.CloseGroup(name=name):
+            return f"The last words of group {name!r}"
+    return "Pieces of an update of the weights"

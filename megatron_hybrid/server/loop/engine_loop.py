@@ -228,8 +228,9 @@ class EngineLoop:
         )
 
     def _fingerprint(self) -> wire.Fingerprint:
-        known = self.engine.fingerprint
-        return wire.Fingerprint(known.short, known.parts)
+        weights = self.engine.weights
+        known = weights.fingerprint
+        return wire.Fingerprint(known.short, known.parts, weights.version, self.engine.epoch)
 
     def _apply(self, command: wire.Command) -> None:
         """What every rank does; the first one's client is answered."""
@@ -243,14 +244,23 @@ class EngineLoop:
                 self._requests.go_on(request_id)
             case wire.AbortRequest():
                 self._requests.abort(command)
-            case wire.Pause() | wire.Resume() | wire.UpdateWeights():
-                self._control.take(client, command)  # which answers
-            case wire.ResetPrefixCache(query_id):
-                self.engine.reset_prefix_cache()
-                self._send(client, wire.Result(query_id))
+            case wire.ResetPrefixCache(query_id, if_idle):
+                self._send(client, self._reset_cache(query_id, if_idle))
             case wire.AbortAnswers(query_id, http_request):
                 values = {"aborted": self._requests.abort_all_of(http_request)}
                 self._send(client, wire.Result(query_id, values))
+            case wire.AbortAll(query_id):
+                values = {"aborted": self._requests.abort_everything()}
+                self._send(client, wire.Result(query_id, values))
+            case _ if isinstance(command, wire.ControlQuery):
+                self._control.take(client, command)  # which answers
+
+    def _reset_cache(self, query_id: int, if_idle: bool) -> wire.Result:
+        if if_idle and self._requests:
+            error = f"{len(self._requests)} requests run or wait, so the cache was not flushed."
+            return wire.Result(query_id, error=error, status=400)
+        self.engine.reset_prefix_cache()
+        return wire.Result(query_id)
 
     def _step(self) -> bool:
         """One engine step and its events; False when the engine cannot go on."""

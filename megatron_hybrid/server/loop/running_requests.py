@@ -27,6 +27,7 @@ class _Owned:
 
     client: bytes  # b"" on ranks that have no front end
     open: set[int]
+    called: str  # by the client
 
 
 @dataclass(slots=True)
@@ -105,16 +106,26 @@ class RunningRequests:
             self.engine.abort(command.request_id, command.index, command.reason)
 
     def abort_all_of(self, http_request: str) -> int:
-        """End one HTTP request, whose prompts are engine requests named `<its id>-<number>`; how
-        many answers that were."""
-        found = {
-            name: len(owned.open)
+        """End one HTTP request, whose prompts are engine requests named `<its id>-<number>`, or one
+        that its client calls so; how many answers that were."""
+        names = [
+            name
             for name, owned in self._owned.items()
             if http_request in (name, name.rpartition("-")[0])
-        }
-        for name in found:
+            # SGLang's trainers call the prompts of a batch `<the batch's name>_<number>`.
+            or http_request in (owned.called, owned.called.rpartition("_")[0])
+        ]
+        return self._abort_each(names)
+
+    def abort_everything(self) -> int:
+        """End every request; how many answers that were."""
+        return self._abort_each(list(self._owned))
+
+    def _abort_each(self, names: list[str]) -> int:
+        answers = sum(len(self._owned[name].open) for name in names)
+        for name in names:
             self.abort(wire.AbortRequest(name))
-        return sum(found.values())
+        return answers
 
     def orphans(self, gone: set[bytes]) -> list[str]:
         """The requests of clients that went away."""
@@ -185,7 +196,8 @@ class RunningRequests:
             )
 
     def _own(self, client: bytes, command: wire.AddRequest) -> None:
-        self._owned[command.request_id] = _Owned(client, set(range(command.params.n)))
+        open_answers = set(range(command.params.n))
+        self._owned[command.request_id] = _Owned(client, open_answers, command.called)
 
     def _failures(self, request_id: str, reason: str) -> list[RequestEvent]:
         """The last event of each of a request's answers that have not ended."""

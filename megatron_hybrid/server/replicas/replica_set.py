@@ -133,6 +133,11 @@ class ReplicaSet:
             if client.ready is not None and client.fingerprint is not None
         }
 
+    def weight_version(self) -> str | None:
+        """Of the weights that every replica which is there has reached; None if none is."""
+        each = self.fingerprints().values()
+        return min(each, key=attrgetter("epoch")).weight_version if each else None
+
     def states(self) -> dict[str, dict[str, Any]]:
         """Of each replica: whether it takes requests ("ok", "paused"), or "loading", "draining" or
         "down"; and its process id while it has one."""
@@ -254,6 +259,8 @@ def _sum(name: str, values: list[Any]) -> Any:
         return _merged(values) if "buckets" in first else sum_stats(values)
     if isinstance(first, (list, tuple)):
         return _sum_pairs(values)
+    if isinstance(first, str):
+        return ", ".join(dict.fromkeys(values))
     return sum(values)
 
 

@@ -46,6 +46,10 @@ def completion(max_tokens: int = 20) -> dict[str, Any]:
     return {"prompt": [5, 6, 7, 8], "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
 
 
+def done(epoch: int) -> dict[str, Any]:
+    return {"status": "ok", "epoch": epoch, "weight_version": str(epoch)}
+
+
 def begin(
     background: ThreadPoolExecutor, engine: FakeEngine, post: Post, max_tokens: int
 ) -> Future[tuple[int, Any]]:
@@ -72,14 +76,17 @@ def test_pause_answers_when_what_runs_has_ended(
     late = background.submit(post, "/v1/completions", completion(3))
     assert not pausing.done(), "what runs goes on"
     assert post("/tokenize", {"prompt": "a"})[0] == 200
-    assert pausing.result(10) == (200, {"status": "ok", "epoch": 0})
+    assert pausing.result(10) == (200, done(0))
     assert reason(running) == "length"
     wait_until(lambda: len(engine.added) == 2)
     assert not late.done() and not engine.has_work(), "a paused engine computes nothing"
-    assert post("/pause", {"mode": "finish"}) == (200, {"status": "ok", "epoch": 0})
-    assert post("/resume") == (200, {"status": "ok", "epoch": 0})
+    assert post("/pause", {"mode": "finish"}) == (
+        200,
+        done(0),
+    )
+    assert post("/resume") == (200, done(0))
     assert reason(late) == "length"
-    assert post("/resume", {}) == (200, {"status": "ok", "epoch": 0})
+    assert post("/resume", {}) == (200, done(0))
 
 
 def test_abort_ends_and_keep_freezes_what_runs(
@@ -93,7 +100,10 @@ def test_abort_ends_and_keep_freezes_what_runs(
     kept = begin(background, engine, post, 30)
     assert post("/pause", {"mode": "keep"})[0] == 200
     generated = engine._generated
-    assert post("/update_weights", {"path": "b"}) == (200, {"status": "ok", "epoch": 1})
+    assert post("/update_weights", {"path": "b"}) == (
+        200,
+        done(1),
+    )
     assert engine.is_paused and not kept.done() and engine._generated == generated
     assert post("/resume", {})[0] == 200
     assert reason(kept) == "length"
@@ -110,7 +120,7 @@ def test_weights_change_when_what_runs_has_ended_and_the_engine_goes_on(
     assert status == 409 and "b are being waited for" in body["error"]["message"]
     status, body = post("/resume", {})
     assert status == 409 and body["error"]["type"] == "invalid_request_error"
-    assert updating.result(10) == (200, {"status": "ok", "epoch": 1})
+    assert updating.result(10) == (200, done(1))
     assert reason(running) == "length"
     assert [line for line in engine.log if "update" in line] == ["update b"]
     assert not engine.is_paused
@@ -215,7 +225,7 @@ def test_two_front_ends_wait_for_the_same_pause(running: RunningLoop, engine: Fa
             thread.start()
         for thread in threads:
             thread.join(10)
-        assert results == [{"epoch": 0}] * 2
+        assert results == [{"epoch": 0, "weight_version": "0"}] * 2
     finally:
         other.close()
 
@@ -244,7 +254,7 @@ def test_a_real_server_changes_its_weights(tmp_path: Path, tokenizer_folder: Pat
     command = (
         "-m", "megatron_hybrid.cli", "serve", "--port", "0", "--device", "cpu",
         "--inference-dynamic-batching-buffer-size-gb", "0.02",
-        "--inference-dynamic-batching-block-size", "16",
+        "--inference-dynamic-batching-block-size", "16", "--weight-folders", str(tmp_path),
     )  # fmt: skip
     greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     new = LLM(
@@ -257,7 +267,7 @@ def test_a_real_server_changes_its_weights(tmp_path: Path, tokenizer_folder: Pat
     with ServerProcess(*command, "--load", str(tmp_path / "a"), OMP_NUM_THREADS="1") as server:
         old, _ = ask()
         assert ask() == (old, 40) and old != expected
-        assert send("/pause", {"mode": "keep"}) == {"status": "ok", "epoch": 0}
+        assert send("/pause", {"mode": "keep"})["epoch"] == 0
         assert send("/update_weights", {"path": str(tmp_path / "b")})["epoch"] == 1
         send("/resume", {})
         assert ask() == (expected, 0)

@@ -39,7 +39,7 @@ def test_the_header_of_every_answer_has_it(
 ) -> None:
     answer = http.post(path, json={**BODIES[path], "stream": stream})
     assert answer.status_code == 200, answer.data
-    assert answer.headers[FINGERPRINT] == engine.fingerprint.short
+    assert answer.headers[FINGERPRINT] == engine.weights.fingerprint.short
 
 
 @pytest.mark.parametrize("path", OPENAI)
@@ -47,7 +47,7 @@ def test_openais_answers_have_it_as_a_field(
     path: str, http: FlaskClient, engine: FakeEngine
 ) -> None:
     whole = http.post(path, json={**BODIES[path], "n": 2}).get_json()
-    assert whole["system_fingerprint"] == engine.fingerprint.short
+    assert whole["system_fingerprint"] == engine.weights.fingerprint.short
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_every_chunk_of_a_stream_has_it(
     answer = http.post(path, json={**BODIES[path], **more, "stream": True})
     found = chunks(answer.data)
     assert found
-    assert {one["system_fingerprint"] for one in found} == {engine.fingerprint.short}
+    assert {one["system_fingerprint"] for one in found} == {engine.weights.fingerprint.short}
 
 
 def test_the_real_engines_is_in_its_answers(reference_http: FlaskClient) -> None:
@@ -87,7 +87,7 @@ def test_server_info_has_its_parts_also_of_new_weights(
     for weights in ("first", "b"):
         info = http.get("/server_info").get_json()
         assert info["fingerprint"] == {"model": {"weights": weights}}
-        assert info["system_fingerprint"] == engine.fingerprint.short
+        assert info["system_fingerprint"] == engine.weights.fingerprint.short
         assert "engines" not in info
         assert http.post("/update_weights", json={"path": "b"}).status_code == 200
 
@@ -100,7 +100,7 @@ def test_answers_that_begin_after_an_update_have_the_new_one(
     def send(path: str, body: dict[str, Any]) -> Any:
         return http.application.test_client().post(path, json=body)
 
-    engine.step_seconds, old = 0.02, engine.fingerprint.short
+    engine.step_seconds, old = 0.02, engine.weights.fingerprint.short
     long = {"prompt": "Hello", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     with ThreadPoolExecutor(4) as background:
         before = [
@@ -112,7 +112,7 @@ def test_answers_that_begin_after_an_update_have_the_new_one(
         waits = background.submit(send, "/v1/completions", {**long, "max_tokens": 2})
         wait_until(lambda: len(engine.added) == 3)
         assert send("/update_weights", {"path": "b"}).status_code == 200
-        new = engine.fingerprint.short
+        new = engine.weights.fingerprint.short
         assert new != old and send("/resume", {}).status_code == 200
         assert waits.result(20).get_json()["system_fingerprint"] == new
         whole, streamed = (one.result(20) for one in before)
@@ -122,7 +122,7 @@ def test_answers_that_begin_after_an_update_have_the_new_one(
 
 
 def test_a_refused_update_leaves_it(http: FlaskClient, engine: FakeEngine) -> None:
-    old = engine.fingerprint.short
+    old = engine.weights.fingerprint.short
     assert http.post("/update_weights", json={"path": "wrong"}).status_code == 400
     assert http.get("/server_info").get_json()["system_fingerprint"] == old
 
@@ -132,8 +132,8 @@ def test_every_front_end_hears_of_new_weights(running: RunningLoop, engine: Fake
     try:
         running.engines.ask(wire.UpdateWeights, "b", "", timeout=10)
         assert running.client.fingerprint is not None
-        assert running.client.fingerprint.short == engine.fingerprint.short
-        wait_until(lambda: other.fingerprints()["0"].short == engine.fingerprint.short)
+        assert running.client.fingerprint.short == engine.weights.fingerprint.short
+        wait_until(lambda: other.fingerprints()["0"].short == engine.weights.fingerprint.short)
     finally:
         other.close()
 

@@ -14,6 +14,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from megatron_hybrid.server.http.openapi import path_of
+from megatron_hybrid.server.keys import CONTROL_PATHS
 from tests.server.running import ROOT, ServerProcess
 from tests.thorough import usually
 
@@ -23,7 +24,7 @@ EXAMPLES = os.environ.get("SCHEMATHESIS_EXAMPLES", usually("3", "5"))
 FAKE = ("-m", "tests.server.fake_server", "--tokenizer")
 # They take the same bodies as the routes beside them.
 LEFT_OUT = usually("^/v1/messages/count_tokens$|/render$", "^$")
-CONTROL = "^/(pause|resume|update_weights)$"
+CONTROL = f"^({'|'.join(path for path in CONTROL_PATHS if path != '/reset_prefix_cache')})$"
 KEY = "a-key"
 # Importing it takes longer than some runs.
 RUNS = """
@@ -139,7 +140,8 @@ def test_every_get_route_answers_with_all_fields_that_are_described_and_no_other
     responses = ["/v1/responses/{name}", "/v1/responses/{name}/input_items"]
     own = "/health /ping /load /version /stats".split()
     own += "/server_info /get_server_info /model_info /get_model_info /get_load /v1/loads".split()
-    own.append("/openapi.json")
+    own += ["/openapi.json", "/health_generate", "/liveness"]
+    own += ["/weight_version", "/get_weight_version"]
     assert seen == [*responses, "/v1/models", "/v1/models/{name}", *own]
     health = document["components"]["schemas"]["Health"]["properties"]
     assert set(health) == {"status", "engine_pid"}

@@ -265,6 +265,28 @@ def test_a_prefix_is_waited_for_as_long_as_computing_it_takes() -> None:
     assert place(placer, "fourth", [*shared, 2], max_tokens=0) == 1 - home
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_samples_of_one_prompt_that_come_one_by_one_and_mixed_share_a_replica(seed: int) -> None:
+    placer = hybrid_placer("longest_prefix")
+    placer.place("ended", [prompt([1])], 1, None, [0])
+    placer.end("ended", tokens=100)  # so this is how long answers are
+    for number in (0, 1):  # an idle one would rather compute a prompt once more than wait
+        placer.place(f"busy/{number}", [prompt([number] * 400 * BLOCK)], 1, None, [number])
+    prompts = [list(range(10_000 * i, 10_000 * i + 400 * BLOCK)) for i in range(1, 5)]
+    requests = [(i, sample) for i in range(4) for sample in range(8)]
+    random.Random(seed).shuffle(requests)
+    places: dict[int, set[int]] = {i: set() for i in range(4)}
+    for i, sample in requests:
+        places[i].add(place(placer, f"{i}/{sample}", prompts[i]))
+    assert all(len(found) == 1 for found in places.values())
+    assert set.union(*places.values()) == {0, 1}
+    # Unless more answers run there than the prompt is worth.
+    (home,) = places[0]
+    placer.place("more", [prompt([1])], 1000, None, [home])
+    placer.start("more-0")
+    assert place(placer, "0/8", prompts[0]) == 1 - home
+
+
 def hybrid_prefix(tokens: list[int]) -> list[BlockStored]:
     """Events of a prefix of whole blocks, with a state at its end."""
     names = prompt(tokens).blocks()

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_hybrid.engine.integrity import check_integrity
 from simulation.driver import Simulation
 from simulation.policies import POLICIES
 from simulation.pools import SHAPES, divide_pool, unlimited_pool
@@ -85,7 +86,7 @@ def test_rows_that_are_preempted_while_they_are_parked_are_brought_back():
 def test_nothing_is_held_after_the_last_answer(policy):
     simulation, skipped = simulate("mixed", 150, divide_pool(SHAPE, 30 * GIB, 0.7), policy)
     assert len(skipped) == simulation.result.sequences
-    simulation.context.check_integrity()
+    check_integrity(simulation.context)
     occupancy = simulation.context.cache.occupancy()
     assert occupancy.kv_used == 0 and occupancy.state_used == 0
 

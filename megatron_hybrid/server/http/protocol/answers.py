@@ -44,6 +44,13 @@ def says(kind: Any, description: str) -> Any:
 
 Count = Annotated[int, Meta(ge=0)]
 _TOKEN_IDS = optional(says(list[Count], "Only if return_token_ids was true."))
+_VERSIONS = optional(
+    says(
+        list[shape("VersionSpan", version=str, start=Count, end=Count)],  # type: ignore[misc]
+        "Which tokens, from start to before end, are of which weights; at the end of an answer "
+        "that goes on over an update, or if return_weight_versions was true.",
+    )
+)
 _REASON = Literal["stop", "length", "tool_calls", "abort"]
 
 Error = shape(
@@ -120,6 +127,7 @@ _CHAT_CHOICE: dict[str, Any] = {
     "index": Count,
     "logprobs": ChatLogprobs | None,
     "token_ids": _TOKEN_IDS,
+    "weight_versions": _VERSIONS,
 }
 ChatChoice = shape(
     "ChatChoice",
@@ -152,6 +160,7 @@ _TEXT_CHOICE: dict[str, Any] = {
     "logprobs": CompletionLogprobs | None,
     "token_ids": _TOKEN_IDS,
     "prompt_token_ids": _TOKEN_IDS,
+    "weight_versions": _VERSIONS,
 }
 TextChoice = shape("TextChoice", **_TEXT_CHOICE, finish_reason=_REASON)
 TextChunkChoice = shape("TextChunkChoice", **_TEXT_CHOICE, finish_reason=_REASON | None)
@@ -225,7 +234,14 @@ Tokens = shape("Tokens", tokens=list[Count], count=Count, max_model_len=Count)
 Text = shape("Text", prompt=str)
 Aborted = shape("Aborted", aborted=Count)
 Done = shape("Done", status=Literal["ok"])
-Controlled = shape("Controlled", more=True, status=Literal["ok"], epoch=optional(Count))
+_WEIGHTS: dict[str, Any] = {
+    "epoch": says(Count, "How often the weights were updated."),
+    "weight_version": says(str, "What answers call the weights."),
+}
+Controlled = shape("Controlled", status=Literal["ok"], **_WEIGHTS)
+Succeeded = shape("Succeeded", success=Literal[True], message=str, **_WEIGHTS)
+Paused = shape("Paused", is_paused=bool)
+WeightInfo = shape("WeightInfo", weight_version=str)
 Load = shape("Load", server_load=Count)
 Version = shape("Version", version=str)
 _REPLICA_INFO = shape("ReplicaInfo", system_fingerprint=str)
@@ -252,6 +268,7 @@ ModelInfo = shape(
     is_generation=Literal[True],
     has_image_understanding=Literal[False],
     has_audio_understanding=Literal[False],
+    weight_version=says(str | None, "What /get_weight_version says; null while the engine loads."),
 )
 RunningOrWaiting = shape("RunningOrWaiting", load=Count)
 Loads = shape(
@@ -328,6 +345,7 @@ Figures = shape(
     more=True,
     **dict.fromkeys(("requests_running", "requests_waiting", "epoch", *Occupancy._fields), Count),
     paused=bool,
+    weight_version=str,
     started=says(float, "By the machine's monotonic clock."),
     **_COUNTERS,
     kv_cached_by_age=list[tuple[str, int]],

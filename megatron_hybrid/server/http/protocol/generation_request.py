@@ -47,6 +47,7 @@ class GenerationRequest:
     cache_checkpoints: tuple[int, ...]
     timeout: float | None = None  # seconds
     return_token_ids: bool = False
+    return_weight_versions: bool = False
     # Of the prompt, which the others are not part of; -1: as many as leave room for the answer.
     last_tokens: int | None = None
     show_special: bool = False  # special tokens are part of the text
@@ -54,6 +55,7 @@ class GenerationRequest:
     hide_thoughts: bool = False  # clients see that there were some, and no more
     prefilled_by: str = ""  # the address of a server that has computed the prompt
     prefilling: str = ""  # or its request that does so
+    called: str = ""  # the client's own name for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def parse_chat(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -> Ch
         )
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs", "top_logprobs needs logprobs to be true.")
-    generation = _generation(
+    generation = generation_of(
         body,
         options,
         max_tokens_field="max_tokens" if new is None else "max_completion_tokens",
@@ -221,7 +223,7 @@ def parse_completion(values: dict[str, Any], options: ParseOptions = BY_DEFAULT)
     echo = bool(body.echo)
     if max_tokens == 0 and not echo:
         raise InvalidRequestError("max_tokens", "max_tokens is 0, which needs echo to be true.")
-    generation = _generation(
+    generation = generation_of(
         body,
         options,
         max_tokens_field="max_tokens",
@@ -252,7 +254,7 @@ def _prompts(prompt: Any) -> list[Any]:
     return list(prompt)
 
 
-def _generation(
+def generation_of(
     body: AnswerRequest,
     options: ParseOptions,
     *,
@@ -262,6 +264,8 @@ def _generation(
     echo: bool = False,
     thinking_token_budget: int | None = None,
 ) -> GenerationRequest:
+    """What the fields that all bodies share ask for. max_tokens_field: what the client calls
+    max_tokens. Raises InvalidRequestError naming the first field that is wrong."""
     sampling = {name: getattr(body, name) for name in Sampling.__struct_fields__}
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -294,6 +298,7 @@ def _generation(
         cache_checkpoints=tuple(body.cache_checkpoints or ()),
         timeout=body.timeout,
         return_token_ids=bool(body.return_token_ids),
+        return_weight_versions=bool(body.return_weight_versions),
         last_tokens=body.truncate_prompt_tokens,
         show_special=body.skip_special_tokens is False,
         show_stop=bool(body.include_stop_str_in_output),

@@ -192,7 +192,7 @@ def explain(
     is_key = path.startswith(_A_KEY)
     steps: list[Step] = [name or int(place) for name, place in _STEP.findall(path)]
     if path.endswith("[...]`"):
-        steps.append(_wrong_entry(kind, str(steps[0]), values, str(error)))
+        steps.append(_wrong_entry(kind, steps, values, str(error)))
     name, value, types = "", values, types_of(kind)
     for step in steps:
         name = _joined(name, step)
@@ -251,15 +251,28 @@ def _joined(path: str, step: Step) -> str:
     return f"{path}.{step}" if path else step
 
 
-def _wrong_entry(kind: Any, field: str, values: dict[str, Any], complaint: str) -> str:
-    """Which entry of a body's object by names msgspec means, as it does not say."""
-    for key, value in values[field].items():
+def _wrong_entry(kind: Any, steps: Sequence[Step], values: dict[str, Any], complaint: str) -> str:
+    """Which entry of the object by names that stands there msgspec means, as it does not say."""
+    named: Any = values
+    for step in steps:
+        named = named[step]
+    for key, value in named.items():
         try:
-            msgspec.convert({field: {key: value}}, kind, str_keys=True)
+            alone = _with(values, steps, {key: value})
+            msgspec.convert(alone, kind, dec_hook=lambda own, one: own.read(one), str_keys=True)
         except msgspec.ValidationError as error:
             if str(error) == complaint:
                 return str(key)
     raise AssertionError(complaint)
+
+
+def _with(value: Any, steps: Sequence[Step], new: Any) -> Any:
+    """A copy in which something else stands there."""
+    if not steps:
+        return new
+    copied = value.copy()
+    copied[steps[0]] = _with(value[steps[0]], steps[1:], new)
+    return copied
 
 
 def _rule(kind: inspect.Type) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from megatron_hybrid import request as limits
-from megatron_hybrid.request import PauseMode, SamplingParams
+from megatron_hybrid.request import SamplingParams
 from megatron_hybrid.server.http.protocol.messages import Messages, OnlyEmptyList
 from megatron_hybrid.server.http.protocol.parsing import Body, Unsupported, only
 from megatron_hybrid.server.http.protocol.structural_tags import StructuralTag
@@ -236,6 +236,8 @@ class AnswerRequest(Sampling):
     ebnf: SGLang's name of structured_outputs.grammar.
     return_token_ids: Give the token ids of the prompt and, as token_ids of every choice, of the
         answer.
+    return_weight_versions: Say, with the end of every choice, which tokens are of which weights;
+        an answer that goes on over an update says so in any case.
     skip_special_tokens: false: the text shows special tokens, too.
     include_stop_str_in_output: The text ends with the stop string, or the text of the token id,
         that ended it; with that of a special one only if they are shown.
@@ -273,6 +275,7 @@ class AnswerRequest(Sampling):
     regex: GrammarText | None = None
     ebnf: GrammarText | None = None
     return_token_ids: bool | None = False
+    return_weight_versions: bool | None = False
     skip_special_tokens: bool | None = True
     include_stop_str_in_output: bool | None = False
     cache_salt: Name | None = None
@@ -418,27 +421,3 @@ class AbortRequest(Body):
     """
 
     request_id: Name
-
-
-class PauseRequest(Body):
-    """Of /pause.
-
-    mode: What becomes of requests that run.
-    """
-
-    mode: PauseMode | None = None
-
-
-class ResumeRequest(Body):
-    """Of /resume; and of /reset_prefix_cache, whose body has no fields either."""
-
-
-class UpdateWeightsRequest(Body):
-    """Of /update_weights.
-
-    path: A folder of the server's machine.
-    mode: What becomes of requests that run; left out: as the pause that holds, else they finish.
-    """
-
-    path: Annotated[str, Meta(max_length=MAX_PATH_LENGTH)]
-    mode: PauseMode | None = None

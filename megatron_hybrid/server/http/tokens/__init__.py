@@ -1,0 +1,1 @@
+"""Tokens in, tokens out, as trainers of reinforcement learning ask for them (docs/tokens.md)."""
