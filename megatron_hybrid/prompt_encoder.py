@@ -7,10 +7,9 @@ from numbers import Number
 from typing import Any, TypeGuard
 
 from megatron_hybrid.errors import InvalidRequestError
-from megatron_hybrid.request import validate_text
 from megatron_hybrid.request_checks import validate_whole_numbers
 from megatron_hybrid.text.tokenizer import EncodedPrompt, Tokenizer
-from megatron_hybrid.values import show
+from megatron_hybrid.values import show, validate_text
 
 
 class PromptEncoder:

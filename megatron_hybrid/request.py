@@ -16,6 +16,7 @@ from megatron_hybrid.values import (
     check_tuple,
     plain,
     show,
+    validate_text,
     wrong,
 )
 
@@ -439,19 +440,6 @@ class RequestOutput:
     weight_versions: list[VersionSpan] = field(default_factory=list)  # several: see update_weights
     index: int = 0
     choices: list[RequestOutput] = field(default_factory=list, repr=False, compare=False)
-
-
-def validate_text(name: str, value: object, max_length: int | None = None) -> None:
-    """Raise InvalidRequestError unless it is text, in valid Unicode and not too long."""
-    if not isinstance(value, str):
-        raise wrong(name, f"is {show(value)}; it must be text")
-    if max_length is not None and len(value) > max_length:
-        raise wrong(name, f"has {len(value)} characters; the limit is {max_length}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        words = f"is not valid Unicode: character {error.start} is half of a surrogate pair"
-        raise wrong(name, words) from error
 
 
 def _validate_ids(name: str, ids: tuple[int, ...], limit: int) -> None:

@@ -18,9 +18,8 @@ from megatron_hybrid.request import (
     MAX_PRIORITY,
     MAX_TIME,
     SamplingParams,
-    validate_text,
 )
-from megatron_hybrid.values import check_integer, check_number, show, wrong
+from megatron_hybrid.values import check_integer, check_number, show, validate_text, wrong
 
 
 def validate_names(**names: object) -> None:

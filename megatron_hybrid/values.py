@@ -75,3 +75,16 @@ def show(value: object) -> str:
         return reprlib.repr(value)
     except Exception:  # for instance: an integer of 5,000 digits
         return f"of type {type(value).__name__}"
+
+
+def validate_text(name: str, value: object, max_length: int | None = None) -> None:
+    """Raise InvalidRequestError unless it is text, in valid Unicode and not too long."""
+    if not isinstance(value, str):
+        raise wrong(name, f"is {show(value)}; it must be text")
+    if max_length is not None and len(value) > max_length:
+        raise wrong(name, f"has {len(value)} characters; the limit is {max_length}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        words = f"is not valid Unicode: character {error.start} is half of a surrogate pair"
+        raise wrong(name, words) from error

@@ -190,8 +190,8 @@ class FixedLogitsRunner:
     def capture_next(self) -> bool:
         return False
 
-    def update_weights(self, source: WeightsSource) -> None:
-        pass
+    def update_weights(self, source: WeightsSource) -> frozenset[str]:
+        return frozenset()
 
     def load_adapter(self, slot: int | None, source: WeightsSource, config: object) -> str:
         return ""

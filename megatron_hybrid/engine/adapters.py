@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from megatron_hybrid.errors import InvalidRequestError, WeightsError
 from megatron_hybrid.execution.plan import Runner, WeightsSource
-from megatron_hybrid.request import MAX_NAME_LENGTH, validate_text
-from megatron_hybrid.values import show
+from megatron_hybrid.request import MAX_NAME_LENGTH
+from megatron_hybrid.values import show, validate_text
 
 
 class Adapter(NamedTuple):

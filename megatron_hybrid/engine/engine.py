@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -391,8 +390,6 @@ class DynamicInferenceEngine:
         """
         self.come_to_rest()
         self.weights.update(source, version)
-        if isinstance(source, str | Path):  # all of them
-            self.sleeper.weights_came()
         if not self.is_paused:
             self.weights.rename()
 
@@ -419,7 +416,7 @@ class DynamicInferenceEngine:
         adapter_config.json would say. One of this name serves those who began with it to their end.
         Raises WeightsError for one that does not fit; InvalidRequestError where --max-loras are in
         use. Neither changes anything."""
-        self._adapters.load(name, source, config, self.runner, self.scheduler.adapter_slots)
+        self._adapters.load(name, source, config, self.runner, self.incoming.adapter_slots)
 
     def unload_adapter(self, name: str) -> None:
         """No further request can have it; those that it serves go on to their end, and its room is

@@ -26,6 +26,8 @@ from megatron_hybrid.request_checks import (
 from megatron_hybrid.text.grammar import Grammars, matcher_of
 from megatron_hybrid.text.thought_limit import limit_of
 
+_MANY = 1000  # requests among which those that have ended are looked for
+
 
 class Incoming:
     """Arguments as of DynamicInferenceEngine."""
@@ -51,6 +53,8 @@ class Incoming:
         self._clock = clock
         self._adapters = adapters
         self._submitted = 0
+        self._many = _MANY
+        self._adapted: list[TrackedRequest] = []  # those with adapters, and some that have ended
 
     def requests(
         self,
@@ -85,7 +89,7 @@ class Incoming:
         stop_ids = stop_ids_of(params, self._eos_token_ids, self.vocab_size)
         hints = CheckpointHints(tuple(map(int, cache_checkpoints)), tuple(map(int, message_ends)))
         seed = self._next_seed(params)
-        return [
+        found = [
             TrackedRequest(
                 request_id=request_id,
                 prompt=np.asarray(prompt, dtype=np.int32),
@@ -105,6 +109,17 @@ class Incoming:
             )
             for index in range(params.n)
         ]
+        if own_adapter.slot:
+            if len(self._adapted) >= self._many:
+                self.adapter_slots()
+                self._many = max(2 * len(self._adapted), _MANY)
+            self._adapted += found
+        return found
+
+    def adapter_slots(self) -> set[int]:
+        """Of requests that have not ended."""
+        self._adapted = [request for request in self._adapted if request.is_open]
+        return {request.adapter.slot for request in self._adapted}
 
     def begin_grammar(self, params: SamplingParams) -> bool:
         """See DynamicInferenceEngine.begin_grammar."""

@@ -122,10 +122,6 @@ class Scheduler:
         known = [request for same_id in self._open.values() for request in same_id.values()]
         return [request for request in known if request.status is RequestStatus.RUNNING]
 
-    def adapter_slots(self) -> set[int]:
-        """Those of requests that have not ended."""
-        return {one.adapter.slot for same_id in self._open.values() for one in same_id.values()}
-
     @property
     def num_running(self) -> int:
         """Requests that have a row."""
@@ -204,8 +200,7 @@ class Scheduler:
                 self._admit_waiting(plan, budget)
         self._thoughts.plan()
         self.decodes.plan(plan)
-        plan.adapters = bool(context.rows.adapter.any())
-        statistics.step = plan.step
+        statistics.step, plan.adapters = plan.step, bool(context.rows.adapter.any())
         statistics.running, statistics.waiting = len(self._running), len(self._waiting)
         return plan
 

@@ -62,6 +62,7 @@ class Sleeper:
         self._arenas: dict[str, Arena] = {}
         self._minimum: Callable[[int], int] = lambda value: value
         self._are_missing = False
+        self._missing: frozenset[str] | None = None  # of this rank's; None: all
 
     def use(self, weights: Arena | None, caches: Arena, minimum: Callable[[int], int]) -> None:
         """What lies where; minimum: of all ranks' values. Raises ConfigurationError for weights
@@ -69,6 +70,7 @@ class Sleeper:
         if weights is None:
             raise ConfigurationError(f"The weights that are given were loaded without {FLAG}.")
         self._arenas, self._minimum = {WEIGHTS: weights, CACHES: caches}, minimum
+        self._engine.weights.on_put = self.weights_came
 
     @property
     def sleeping(self) -> list[str]:
@@ -77,12 +79,15 @@ class Sleeper:
 
     @property
     def weights_are_missing(self) -> bool:
-        """Whether weights were given up, and `weights_came` was not called since then."""
+        """Whether weights were given up that no update has brought since then, on any rank."""
         return self._are_missing
 
-    def weights_came(self) -> None:
-        """An update has covered every weight."""
-        self._are_missing = False
+    def weights_came(self, left_out: frozenset[str] = frozenset()) -> None:
+        """All of this rank's but these were brought."""
+        if not self._are_missing:
+            return
+        self._missing = left_out if self._missing is None else self._missing & left_out
+        self._are_missing = not self._minimum(int(not self._missing))
         self._hold()
 
     def check(self) -> None:
@@ -123,7 +128,8 @@ class Sleeper:
         free, _ = _memory(device)
         for tag in new:
             self._arenas[tag].release(keep=keep_weights and tag == WEIGHTS)
-        self._are_missing |= WEIGHTS in new and not keep_weights
+        if WEIGHTS in new and not keep_weights:
+            self._are_missing, self._missing = True, None
         self._hold()
         gc.collect()
         _return_what_is_free(device)

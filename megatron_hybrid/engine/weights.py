@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.fingerprint import Fingerprint
@@ -21,6 +21,8 @@ class EngineWeights:
         # Of whoever builds the engine.
         self.fingerprint = Fingerprint()
         self.transfers: WeightTransfers | None = None
+        # Called with the names of those that an update, or a piece of one, leaves as they are.
+        self.on_put: Callable[[frozenset[str]], None] = lambda left_out: None
         self.is_open = False  # between `begin` and `finish`
         self._runner, self._context = runner, context
         self._lost: str | None = None  # why nothing can be computed any more
@@ -57,7 +59,7 @@ class EngineWeights:
         """Overwrite what `source` holds. Raises WeightsError, without any effect, for weights that
         do not fit; after any other error nothing can be computed any more."""
         try:
-            self._runner.update_weights(source)
+            self.on_put(self._runner.update_weights(source))
         except WeightsError:
             raise
         except BaseException as error:  # interrupted: nobody knows how far it came

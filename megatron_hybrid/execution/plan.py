@@ -261,9 +261,10 @@ class Runner(Protocol):
     def catch_up(self, catch_ups: Sequence[CatchUp]) -> None:
         """These alone: a step that computes nothing."""
 
-    def update_weights(self, source: WeightsSource) -> None:
-        """Overwrite the model's weights in place. Raises WeightsError, without any effect, for
-        weights that do not fit; after another error nothing can be computed any more."""
+    def update_weights(self, source: WeightsSource) -> frozenset[str]:
+        """Overwrite the model's weights in place; names of those that stay as they are. Raises
+        WeightsError, without any effect, for weights that do not fit; after another error nothing
+        can be computed any more."""
 
     def load_adapter(
         self, slot: int | None, source: WeightsSource, config: Mapping[str, Any] | None

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_hybrid.errors import WeightsError
 from megatron_hybrid.execution.batch import BatchBuilder
 from megatron_hybrid.execution.capture_schedule import CaptureSchedule
 from megatron_hybrid.execution.cuda_graphs import CudaGraphs, GraphSize
@@ -171,13 +170,12 @@ class ModelRunner(Runner):
         self._model.fold(runs, self._caches)
 
     @device_errors
-    def update_weights(self, source: WeightsSource) -> None:
-        if self._model.arena is not None and self._model.arena.is_released:
-            raise WeightsError("The weights' memory is given back: wake the weights up first.")
-        update_model(self._model, source)
+    def update_weights(self, source: WeightsSource) -> frozenset[str]:
+        left_out = update_model(self._model, source)
         self._model.kernels.linear.weights_changed()
         if self._last_token.is_cuda:  # who has sent them may write over what was copied
             torch.cuda.synchronize(self._last_token.device)
+        return left_out
 
     @device_errors
     @torch.inference_mode()

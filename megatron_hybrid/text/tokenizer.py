@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError
 from megatron_hybrid.models.checkpoints.folder import check_tokenizer
-from megatron_hybrid.request import validate_text
 from megatron_hybrid.text.answer_places import (
     GeneratedAnswer,
     Place,
@@ -26,6 +25,7 @@ from megatron_hybrid.text.answer_places import (
     find_places,
 )
 from megatron_hybrid.text.block_ends import BlockEnd, find_block_ends
+from megatron_hybrid.values import validate_text
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]

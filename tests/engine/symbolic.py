@@ -137,12 +137,13 @@ class SymbolicRunner:
     def capture_next(self) -> bool:
         return False
 
-    def update_weights(self, source: object) -> None:
+    def update_weights(self, source: object) -> frozenset[str]:
         """Nothing is computed with them; an exception is raised."""
         assert not self.in_flight, "weights change under a step"
         self.updates.append(source)
         if isinstance(source, BaseException):
             raise source
+        return source if isinstance(source, frozenset) else frozenset()
 
     def load_adapter(
         self, slot: int | None, source: object, config: Mapping[str, object] | None

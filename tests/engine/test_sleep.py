@@ -199,9 +199,11 @@ def test_weights_that_were_given_up_have_to_come_again():
     for call in (engine.step, engine.dummy_forward):
         with pytest.raises(SleepError, match="given up .*: update them"):
             call()
-    engine.update_weights({"some": torch.zeros(1)}, "v1")  # who knows whether these are all
+    engine.update_weights(frozenset({"a", "b"}), "v1")  # which are left out
     assert engine.sleeper.weights_are_missing
-    engine.update_weights("/a/folder")
+    engine.update_weights(frozenset({"c", "b"}), "v1")
+    assert engine.sleeper.weights_are_missing
+    engine.update_weights(frozenset({"c", "a"}), "v1")
     assert not engine.is_paused and not engine.sleeper.weights_are_missing
     assert set(run(engine)) == {"0", "1", "2"}
 

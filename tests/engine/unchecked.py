@@ -39,8 +39,8 @@ class UncheckedRunner:
     def catch_up(self, catch_ups: Sequence[CatchUp]) -> None:
         pass
 
-    def update_weights(self, source: WeightsSource) -> None:
-        pass
+    def update_weights(self, source: WeightsSource) -> frozenset[str]:
+        return frozenset()
 
     def load_adapter(self, slot: int | None, source: WeightsSource, config: object) -> str:
         return ""

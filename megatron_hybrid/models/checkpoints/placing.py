@@ -48,8 +48,9 @@ def open_weights(folder: ModelFolder, config: HybridModelConfig) -> Iterator[Wei
 
 
 class Placed(NamedTuple):
-    """A part of the model, where a source has it, and where it has it once more."""
+    """A part of a block, where a source has it, and where it has it once more."""
 
+    block: int | None
     part: Part
     place: Location
     copies: list[Location]
@@ -76,14 +77,14 @@ def place_parts(model: HybridModel, source: WeightSource, *, some: bool = False)
         places = source.places(block, part.role)
         if (quantized := _quantized(part, places, source)) is not None:
             quantized.check()
-            placed.append(Placed(part, quantized.place, [], quantized))
+            placed.append(Placed(block, part, quantized.place, [], quantized))
             continue
         stored = [place for place in places if place.name in source.names]
         for place in stored:
             source.check_shape(place, part.shape)
         if stored:
             _check_number_type(source, stored[0])
-            placed.append(Placed(part, stored[0], stored[1:], None))
+            placed.append(Placed(block, part, stored[0], stored[1:], None))
         elif not some:
             raise WeightsError(f"Weight {places[0].name!r} is missing in {source.where}.")
     return sorted(placed, key=lambda one: source.file_of(one.name))

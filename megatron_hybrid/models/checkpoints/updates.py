@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_hybrid.errors import WeightsError, WeightsLostError
+from megatron_hybrid.layers.parts import Part
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.megatron_source import (
     MegatronSource,
@@ -36,8 +37,9 @@ from megatron_hybrid.models.hybrid_model import HybridModel
 WeightsSource = str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | SentTensors
 
 
-def update_model(model: HybridModel, source: WeightsSource) -> None:
-    """Overwrite the model's weights where they are: CUDA graphs go on reading them there.
+def update_model(model: HybridModel, source: WeightsSource) -> frozenset[str]:
+    """Overwrite the model's weights where they are: CUDA graphs go on reading them there. Returns
+    which of this rank's were not among them.
 
     `source`: a Hugging Face folder or a Megatron checkpoint, which has to hold every weight, with
     the same configuration where it holds one; or tensors, whole ones on every rank, by Hugging
@@ -61,6 +63,8 @@ def update_model(model: HybridModel, source: WeightsSource) -> None:
                 sent = source if isinstance(source, SentTensors) else GivenTensors(source)
                 opened = _source_of(sent, model.config)
             placed = place_parts(model, opened, some=sent is not None)
+            if model.arena is not None and model.arena.is_released:
+                raise WeightsError("The weights' memory is given back: wake the weights up first.")
         except Exception as error:  # of whatever gives the tensors: nothing has been changed yet
             refused = refusal(error)
         comes = sent is not None and not isinstance(sent, GivenTensors)
@@ -86,6 +90,12 @@ def update_model(model: HybridModel, source: WeightsSource) -> None:
                 f"The new weights were copied only in part ({reason}): the model is a mixture of "
                 "old and new ones. The engine must be restarted."
             ) from lost
+    written = {_name(one.block, one.part) for one in placed}
+    return frozenset(_name(*one) for one in model.weight_parts()) - written
+
+
+def _name(block: int | None, part: Part) -> str:
+    return f"{part.role} of block {block}"
 
 
 def _source_of(sent: SentTensors, config: HybridModelConfig) -> WeightSource:

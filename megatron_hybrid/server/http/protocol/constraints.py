@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from megatron_hybrid.errors import InvalidRequestError
-from megatron_hybrid.request import MAX_GRAMMAR_LENGTH, Grammar, validate_text
+from megatron_hybrid.request import MAX_GRAMMAR_LENGTH, Grammar
 from megatron_hybrid.server.http.json_schemas import served_schema
 from megatron_hybrid.server.http.protocol.parsing import Body, Unsupported, read
 from megatron_hybrid.server.http.protocol.requests import (
@@ -28,6 +28,7 @@ from megatron_hybrid.server.options import ParseOptions
 from megatron_hybrid.text import gbnf
 from megatron_hybrid.text.grammar import check
 from megatron_hybrid.text.structural_tags import MAX_DEPTH
+from megatron_hybrid.values import validate_text
 
 # Of rules and groups in a client's grammar: so deep may they stand inside each other, and five
 # times as many crash llguidance.
