@@ -7,10 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_hybrid.batch_invariant_flags import check_batch_invariant
 from megatron_hybrid.cache.eviction import POLICIES
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.rank_layout import ParallelSizes
-from megatron_hybrid.settings import Settings, flag_of, option, read_yaml, split_values
+from megatron_hybrid.settings import (
+    Settings,
+    flag_of,
+    named_values,
+    option,
+    read_yaml,
+    split_values,
+)
 
 DTYPES = ("float32", "bfloat16", "float16")
 CACHED_STATES_DTYPES = (*DTYPES, "int8")
@@ -26,6 +34,8 @@ MOST_BLOCK_SIZE = 2**20
 MOST_REQUESTS = 2**16
 MOST_TOKENS = 2**24
 MOST_GB = 2**30
+MOST_LORAS = 1024
+MOST_LORA_RANK = 512
 
 
 def _from_environment() -> bool:
@@ -309,6 +319,26 @@ class EngineConfig(Settings):
         least=1,
         most=MOST_WRITE_INTERVAL,
     )
+    enable_lora: bool = option(
+        False, "take low-rank adapters (LoRA), of which each request may name one"
+    )
+    max_loras: int = option(
+        8,
+        "with --enable-lora: adapters on the device at once, also unloaded ones still in use",
+        least=1,
+        most=MOST_LORAS,
+    )
+    max_lora_rank: int = option(
+        16, "with --enable-lora: the largest rank of an adapter", least=1, most=MOST_LORA_RANK
+    )
+    lora_experts: bool = option(
+        False, "with --enable-lora: room for adapters of experts, too, which takes much memory"
+    )
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "adapters to load at the start: folders that PEFT saved, by the names in requests",
+        metavar="NAME=DIR",
+    )
     batch_invariant: bool = option(
         _from_environment,
         "tokens and log-probabilities of a request have the same bits alone and beside any others, "
@@ -331,7 +361,7 @@ class EngineConfig(Settings):
             if isinstance(size, int | float) and size <= 0:
                 raise ConfigurationError(f"{flag_of(name)} is {size!r}; it must be more than 0.")
         super().__post_init__()
-        _ = self.parallel_sizes  # refuses what does not go together
+        _ = self.parallel_sizes, self.adapter_folders  # which refuse what does not go together
         requests = self.inference_dynamic_batching_max_requests
         tokens = self.inference_dynamic_batching_max_tokens
         if requests is not None and requests > tokens:
@@ -342,7 +372,8 @@ class EngineConfig(Settings):
             )
 
         self._check_transformer_engine()
-        self._check_batch_invariant()
+        if self.batch_invariant:
+            check_batch_invariant(self)
         states = self.mamba_inference_ssm_states_dtype
         if self.mamba_inference_stochastic_rounding and states != "float16":
             raise ConfigurationError(
@@ -354,33 +385,6 @@ class EngineConfig(Settings):
                 f"--enable-sleep-mode does not go together with --role {self.role}: others read at "
                 "any time what that has computed; leave one out."
             )
-
-    def _check_batch_invariant(self) -> None:
-        if not self.batch_invariant:
-            return
-        with_mode = "--batch-invariant does not go together with"
-        for flag, value, allowed, why in (
-            ("kernels", self.kernels, ("auto", "reference"), "whose sums depend on the batch"),
-            ("transformer-impl", self.transformer_impl, ("local",), "whose products do, too"),
-            (
-                "mamba-inference-ssm-states-dtype", self.mamba_inference_ssm_states_dtype,
-                ("float32",), "which are rounded wherever they are written",
-            ),
-            (
-                "mamba-inference-cached-states-dtype", self.mamba_inference_cached_states_dtype,
-                (None, "float32"), "which are rounded when they are cached",
-            ),
-            (
-                "prefix-caching-host-kv-dtype", self.prefix_caching_host_kv_dtype,
-                ("auto",), "which rounds what is moved there",
-            ),
-            (
-                "prefix-caching-host-states-dtype", self.prefix_caching_host_states_dtype,
-                ("auto",), "which rounds what is moved there",
-            ),
-        ):  # fmt: skip
-            if value not in allowed:
-                raise ConfigurationError(f"{with_mode} --{flag} {value}, {why}; leave one out.")
 
     @property
     def transformer_engine_recipe(self) -> str | None:
@@ -407,6 +411,13 @@ class EngineConfig(Settings):
                     f"--transformer-impl is transformer_engine, which does not go together with "
                     f"--{flag} {value}; leave one of them out."
                 )
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Those to load at the start, by name."""
+        if (self.lora_modules or self.lora_experts) and not self.enable_lora:
+            raise ConfigurationError("--lora-modules and --lora-experts need --enable-lora.")
+        return named_values("--lora-modules", self.lora_modules)
 
     @property
     def parallel_sizes(self) -> ParallelSizes:

@@ -45,6 +45,8 @@ _NAMES = {
     f"{_STEPS} 0": "--disable-log-stats",
     "--kernels": "--attention-backend",
     "--seed": "--random-seed",
+    "--lora-modules": "--lora-paths",
+    "--max-loras": "--max-loras-per-batch",
     "--http-workers": "--api-server-count",
     "--max-queue": "--max-queued-requests --max-concurrent-requests",
     "--inference-rank-timeout": "--watchdog-timeout",
@@ -58,9 +60,6 @@ _REASONS = {
     "no code of a checkpoint is ever run": "--trust-remote-code",
     "a model's files go to the Hugging Face cache, whose place HF_HOME says": "--download-dir",
     "the variable HF_TOKEN has it": "--hf-token",
-    "adapters with weights of their own are not supported": (
-        "--enable-lora --lora-modules --lora-paths"
-    ),
     "drafts come from the model's own head or from the text: see --drafter": (
         "--speculative-model --speculative-draft-model-path"
     ),

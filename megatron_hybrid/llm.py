@@ -44,6 +44,17 @@ class _Options(NamedTuple):
     cache_salt: str
     priority: int
     cache_checkpoints: Sequence[int]
+    adapter: str | Sequence[str]  # one for all, or one for each
+
+    def each(self, count: int) -> list[dict[str, Any]]:
+        """Of so many requests."""
+        adapters = self.adapter
+        if isinstance(adapters, str) or not is_sequence(adapters):
+            return [self._asdict()] * count
+        if (given := len(adapters)) != count:
+            says = f"There are {count} prompts but {given} adapters."
+            raise InvalidRequestError("adapter", says)
+        return [self._replace(adapter=adapter)._asdict() for adapter in adapters]
 
 
 class LLM:
@@ -99,6 +110,7 @@ class LLM:
         cache_salt: str = "",
         priority: int = 0,
         cache_checkpoints: Sequence[int] = (),
+        adapter: str | Sequence[str] = "",
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Answer all prompts, texts or token ids, batched; outputs in the order of the prompts.
@@ -106,8 +118,9 @@ class LLM:
         `params`: one for all, or one for each. With n > 1 an output is the first answer, and its
         `choices` are all of them. `cache_salt`: prefixes are shared only under the same one.
         `priority`: a smaller number runs first. `cache_checkpoints`: positions in each prompt at
-        whose exact end a state is to be kept. A progress bar shows on long batches. Raises
-        InvalidRequestError, and generates nothing, if a request can't be served.
+        whose exact end a state is to be kept. `adapter`: a name of `load_adapter`, or one for each
+        prompt, "" for none. A progress bar shows on long batches. Raises InvalidRequestError, and
+        generates nothing, if a request can't be served.
 
         Where replicas share experts, each calls it, with no prompts if it has none, and it returns
         when no replica has work left.
@@ -115,7 +128,7 @@ class LLM:
         with self._joining_if_refused():
             encoded = self._encoder.prompts(prompts)
         return self._run(
-            encoded, params, _Options(cache_salt, priority, cache_checkpoints), progress
+            encoded, params, _Options(cache_salt, priority, cache_checkpoints, adapter), progress
         )
 
     def chat(
@@ -126,6 +139,7 @@ class LLM:
         cache_salt: str = "",
         priority: int = 0,
         cache_checkpoints: Sequence[int] = (),
+        adapter: str | Sequence[str] = "",
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, rendered by the model's chat template; everything
@@ -141,7 +155,7 @@ class LLM:
                 chats = enumerate(messages)
                 encoded = [self._encoder.chat(chat, f"messages[{i}]") for i, chat in chats]
         return self._run(
-            encoded, params, _Options(cache_salt, priority, cache_checkpoints), progress
+            encoded, params, _Options(cache_salt, priority, cache_checkpoints, adapter), progress
         )
 
     def stream(
@@ -152,11 +166,12 @@ class LLM:
         cache_salt: str = "",
         priority: int = 0,
         cache_checkpoints: Sequence[int] = (),
+        adapter: str = "",
     ) -> Iterator[RequestOutput]:
         """The output so far, again after every step that adds to it: always the same object, which
         grows, so copy what is to be kept as it is. Ending the loop early aborts the request.
         Raises InvalidRequestError for n > 1."""
-        options = _Options(cache_salt, priority, cache_checkpoints)
+        options = _Options(cache_salt, priority, cache_checkpoints, adapter)
         with self._joining_if_refused():
             if params is not None and not isinstance(params, SamplingParams):
                 raise wrong_kind("params", params, "SamplingParams or None")
@@ -192,6 +207,7 @@ class LLM:
         top_logprobs: int = 0,
         cache_salt: str = "",
         priority: int = 0,
+        adapter: str = "",
         progress: bool = True,
     ) -> list[list[AnswerScore]]:
         """How likely given answers are behind prompts, all batched: of each prompt, and of each of
@@ -210,7 +226,9 @@ class LLM:
                     ids = joined(prompt, answer, self.engine.vocab_size, limit, flag=flag, **names)
                     both.append(EncodedPrompt(ids, kept_at(len(prompt))))
                     params.append(params_behind(len(prompt), top_logprobs))
-        outputs = iter(self._run(both, params, _Options(cache_salt, priority, ()), progress))
+        outputs = iter(
+            self._run(both, params, _Options(cache_salt, priority, (), adapter), progress)
+        )
         return [[AnswerScore.of(ids, next(outputs)) for _, ids in behind] for behind in several]
 
     def pause(self, mode: str = "finish") -> None:
@@ -270,6 +288,17 @@ class LLM:
                 self.engine.resume()
         return self.engine.epoch
 
+    def load_adapter(
+        self, name: str, source: WeightsSource, config: Mapping[str, Any] | None = None
+    ) -> None:
+        """Let requests have a low-rank adapter by this name; needs enable_lora=True. Everything
+        else: see DynamicInferenceEngine.load_adapter."""
+        self.engine.load_adapter(name, source, config)
+
+    def unload_adapter(self, name: str) -> None:
+        """No further request can have it; streams that have begun go on with it."""
+        self.engine.unload_adapter(name)
+
     @property
     def system_fingerprint(self) -> str:
         """The short name of what computes answers: device, versions, mode and weights of now."""
@@ -321,15 +350,15 @@ class LLM:
             self._answers(f"llm-{next(self._ids)}", prompt.token_ids, one)
             for prompt, one in zip(prompts, params, strict=True)
         ]
-        submitted: list[GrowingOutput] = []
+        each, submitted = options.each(len(prompts)), list[GrowingOutput]()
         try:
-            for answers, prompt, one in zip(requests, prompts, params, strict=True):
+            for answers, prompt, one, own in zip(requests, prompts, params, each, strict=True):
                 self.engine.add_request(
                     answers[0].output.request_id,
                     prompt.token_ids,
                     one,
                     message_ends=prompt.message_ends,
-                    **options._asdict(),
+                    **own,
                 )
                 self._open.update((answer.key, answer) for answer in answers)
                 submitted += answers

@@ -10,8 +10,33 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hybrid.request import CONTEXT_FLAG, MAX_CACHE_CHECKPOINTS, MAX_PRIORITY, MAX_TIME
-from megatron_hybrid.values import check_integer, check_number, show, wrong
+from megatron_hybrid.errors import InvalidRequestError
+from megatron_hybrid.request import (
+    CONTEXT_FLAG,
+    MAX_CACHE_CHECKPOINTS,
+    MAX_NAME_LENGTH,
+    MAX_PRIORITY,
+    MAX_TIME,
+    SamplingParams,
+)
+from megatron_hybrid.values import check_integer, check_number, show, validate_text, wrong
+
+
+def validate_names(**names: object) -> None:
+    """Raise InvalidRequestError unless each is a text of at most MAX_NAME_LENGTH characters."""
+    for name, text in names.items():
+        validate_text(name, text, MAX_NAME_LENGTH)
+
+
+def validate_params(params: object, vocab_size: int) -> None:
+    """Raise InvalidRequestError unless these are SamplingParams for a model of such a
+    vocabulary."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(
+            "params", f"params is of type {type(params).__name__}; it must be SamplingParams."
+        )
+    params.validate()
+    params.validate_vocabulary(vocab_size)
 
 
 def validate_priority(priority: object) -> None:

@@ -91,6 +91,18 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def named_values(flag: str, texts: Iterable[str]) -> dict[str, str]:
+    """What a flag of NAME=VALUE texts says. Raises ConfigurationError for others, and for a name
+    that comes twice."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not name or not value or name in found:
+            raise ConfigurationError(f"{flag} has {text!r}; it takes NAME=DIR, each name once.")
+        found[name] = value
+    return found
+
+
 Note = Callable[[str], None]
 
 

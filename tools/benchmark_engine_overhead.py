@@ -193,6 +193,9 @@ class FixedLogitsRunner:
     def update_weights(self, source: WeightsSource) -> frozenset[str]:
         return frozenset()
 
+    def load_adapter(self, slot: int | None, source: WeightsSource, config: object) -> str:
+        return ""
+
 
 def time_steps(
     requests: int, prompt_tokens: int, steps: int, vocab_size: int, logprobs: int | None = None

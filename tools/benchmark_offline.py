@@ -52,7 +52,8 @@ from megatron_hybrid.arguments import (
     add_engine_arguments,
     engine_config_from_args,
 )
-from megatron_hybrid.engine.build import build_engine, load_weights, resolve_device
+from megatron_hybrid.engine.build import build_engine, load_weights
+from megatron_hybrid.engine.choices import resolve_device
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.garbage import collecting_seldom
 from megatron_hybrid.errors import ConfigurationError

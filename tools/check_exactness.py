@@ -47,7 +47,8 @@ from exactness.texts import Alone, ExactnessError, Sizes, Texts
 from exactness.ways import ALONE, Engines, Pools, Way, ways
 from megatron_hybrid.arguments import ArgumentParser, add_engine_arguments, values_from_args
 from megatron_hybrid.config import EngineConfig
-from megatron_hybrid.engine.build import load_weights, resolve_device
+from megatron_hybrid.engine.build import load_weights
+from megatron_hybrid.engine.choices import resolve_device
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.errors import ConfigurationError, WeightsError
 from megatron_hybrid.models.checkpoints import hub

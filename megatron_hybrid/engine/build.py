@@ -14,6 +14,13 @@ from megatron_hybrid.cache.geometry import GIB, CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine import build_weights
+from megatron_hybrid.engine.adapters import Adapters
+from megatron_hybrid.engine.build_adapters import (
+    adapter_bytes,
+    adapter_slots,
+    check_adapters,
+    load_adapters,
+)
 from megatron_hybrid.engine.build_host_memory import (
     begin_lower_tier,
     check_host_memory,
@@ -32,10 +39,11 @@ from megatron_hybrid.engine.checks import (
 )
 from megatron_hybrid.engine.choices import (
     all_to_all_from,
-    captures_later,
+    captures_at_start,
     dtypes_of,
     max_seq_length_of,
     prompt_room,
+    resolve_device,
 )
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
@@ -57,7 +65,6 @@ from megatron_hybrid.engine.sizing import (
 from megatron_hybrid.engine.sleep import arena_on, in_arena
 from megatron_hybrid.engine.start import StartTimes
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.execution.capture_schedule import AT_START
 from megatron_hybrid.execution.cuda_graphs import GraphSize, graph_sizes
 from megatron_hybrid.execution.lockstep import Lockstep
 from megatron_hybrid.execution.runner import ModelRunner
@@ -112,6 +119,7 @@ def build_engine(
         # the weights are shared, what kernels keep is not
         model = copy.copy(model) if plan.mtp else model.without_head()
     model.kernels = plan.kernels
+    model.adapters = adapter_slots(config, model, device)
     check_products(config, model, device)
     if config.transformer_impl == "transformer_engine":
         recipe = config.transformer_engine_recipe
@@ -176,7 +184,7 @@ def build_engine(
         if had_to_compile(compiled_before, parallel):
             runner.compile_kernels(sizes)
             start.end_part("compiling")
-        first = AT_START if captures_later(config, serves) else None
+        first = captures_at_start(config, serves)
         runner.capture_graphs(sizes, first, progress=parallel.is_first)
         start.end_part("graphs")
     engine = DynamicInferenceEngine(
@@ -196,6 +204,7 @@ def build_engine(
         lockstep=Lockstep(replicas) if replicas.size > 1 else None,
         is_alone=parallel.lockstep.size == 1,
         speculation=build_speculation(config, context, parallel, sizes, has_head=plan.mtp),
+        adapters=Adapters(config.max_loras) if config.enable_lora else None,
     )
     if arena is not None:
         engine.sleeper.use(model.arena, arena, parallel.lockstep.minimum)
@@ -209,6 +218,7 @@ def build_engine(
     chosen = {**types, "write_interval": plan.write_interval}
     build_weights.complete(engine.weights, config, model, device, chosen)
     begin_lower_tier(config, engine, model, device)
+    load_adapters(config, engine)
     start.end_part("fingerprint")
     engine.statistics.start_seconds = start.parts
     if parallel.is_first:
@@ -299,6 +309,7 @@ class _Plan:
         with torch.device("meta"):  # so that memory is planned before anything large is read
             formats = formats_of(folder, config.quantization, config.load_format)
             shapes = HybridModel(model_config, parallel, *dtypes, mtp, formats, replay_chunk)
+        check_adapters(config, shapes, device)
         check_batch_invariant(config, shapes)
         check_host_memory(config)
         check_kv_dtype(config, shapes, device)
@@ -342,23 +353,6 @@ def _cache(config: EngineConfig, geometry: CacheGeometry) -> HybridCache:
             interval=config.inference_dynamic_batching_prefix_caching_checkpoint_interval,
         ),
     )
-
-
-def resolve_device(config: EngineConfig) -> torch.device:
-    """This rank's device."""
-    found = torch.cuda.is_available()
-    if config.device == "cuda" and not found:
-        raise ConfigurationError("--device is cuda, but torch finds no GPU.")
-    if config.device == "cpu" or not found:
-        return torch.device("cpu")
-    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if index >= count:
-        raise ConfigurationError(
-            f"torch finds {count} GPU(s) on this machine, and rank {index} of it (LOCAL_RANK) "
-            f"needs one of its own: start at most {count} process(es) there (torchrun's "
-            "--nproc-per-node), or look at CUDA_VISIBLE_DEVICES."
-        )
-    return torch.device("cuda", index)
 
 
 def _geometry(plan: _Plan, model: HybridModel, start: StartTimes | None = None) -> CacheGeometry:
@@ -421,11 +415,13 @@ def _graph_sizes(plan: _Plan, max_requests: int) -> tuple[GraphSize, ...]:
         config.inference_dynamic_batching_max_tokens,
         config.num_speculative_tokens,
         prompt_room(config, plan.parallel, plan.shapes, plan.kernels.attention),
+        adapters=config.enable_lora,
     )
 
 
 def _bytes_to_load(plan: _Plan) -> int:
     weights = sum(weight.nbytes for weight in plan.shapes.parameters())
+    weights += adapter_bytes(plan.config, plan.shapes)
     return weights + _bytes_of_copies(plan.config, plan.shapes)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
 
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.execution.capture_schedule import AT_START
 from megatron_hybrid.execution.prompt_room import NO_ROOM, PromptRoom
 from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.kernels.protocols import Attention
@@ -18,6 +20,23 @@ from megatron_hybrid.parallel import ParallelContext
 LONG_STEP = 1024  # tokens from which on all-to-all may pay, which waits for counts
 
 
+def resolve_device(config: EngineConfig) -> torch.device:
+    """This rank's device."""
+    found = torch.cuda.is_available()
+    if config.device == "cuda" and not found:
+        raise ConfigurationError("--device is cuda, but torch finds no GPU.")
+    if config.device == "cpu" or not found:
+        return torch.device("cpu")
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if index >= count:
+        raise ConfigurationError(
+            f"torch finds {count} GPU(s) on this machine, and rank {index} of it (LOCAL_RANK) "
+            f"needs one of its own: start at most {count} process(es) there (torchrun's "
+            "--nproc-per-node), or look at CUDA_VISIBLE_DEVICES."
+        )
+    return torch.device("cuda", index)
+
+
 def captures_later(config: EngineConfig, serves: bool) -> bool:
     """Whether most CUDA graphs are captured while serving. Not with drafts, of which there are as
     many as measured steps say: without their graphs these take longer."""
@@ -25,6 +44,13 @@ def captures_later(config: EngineConfig, serves: bool) -> bool:
     if given is None:
         return serves and not config.num_speculative_tokens
     return given == "serving"
+
+
+def captures_at_start(config: EngineConfig, serves: bool) -> int | None:
+    """How many CUDA graphs are captured before the first request; None: all."""
+    if not captures_later(config, serves):
+        return None
+    return 2 * AT_START if config.enable_lora else AT_START  # with adapters and without
 
 
 def all_to_all_from(

@@ -83,11 +83,11 @@ class DynamicInferenceContext:
             request.keys = first.keys.copy_for(request.tokens, request.prompt_tokens)
         else:
             request.keys = SequenceKeys(
-                self.cache.root(request.cache_salt, request.adapter),
+                self.cache.root(request.cache_salt, request.adapter.key),
                 self.geometry.block_size,
                 request.tokens,
                 cache_salt=request.cache_salt,
-                adapter=request.adapter,
+                adapter=request.adapter.name,
             )
         request.keys_epoch = epoch
         return request.keys
@@ -208,7 +208,7 @@ class DynamicInferenceContext:
         rows.top_k[row] = params.top_k
         rows.top_p[row] = params.top_p
         rows.min_p[row] = params.min_p
-        rows.seed[row] = request.seed
+        rows.seed[row], rows.adapter[row] = request.seed, request.adapter.slot
         wanted = params.logprobs if request.max_tokens else None
         rows.logprobs[row] = -1 if wanted is None else wanted
         if request.thoughts is not None:

@@ -4,47 +4,36 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_hybrid.cache.changes import CacheChanges
-from megatron_hybrid.cache.checkpoint_placement import CheckpointHints
 from megatron_hybrid.cache.geometry import CacheGeometry
+from megatron_hybrid.engine.adapters import Adapters
 from megatron_hybrid.engine.context import DynamicInferenceContext
+from megatron_hybrid.engine.incoming import Incoming
 from megatron_hybrid.engine.integrity import check_integrity
 from megatron_hybrid.engine.latency import Clock, Latencies, StepTimes
 from megatron_hybrid.engine.scheduler import Received, Scheduler
 from megatron_hybrid.engine.sleep import Sleeper
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.statistics import Statistics
-from megatron_hybrid.engine.tracked_request import TrackedRequest, stop_ids_of
 from megatron_hybrid.engine.weights import EngineWeights
 from megatron_hybrid.errors import DeviceLostError, InvalidRequestError
 from megatron_hybrid.execution.lockstep import Lockstep
 from megatron_hybrid.execution.plan import Launched, Runner, StepDemand, StepPlan, WeightsSource
-from megatron_hybrid.execution.random_streams import stream_seed
 from megatron_hybrid.request import (
-    MAX_NAME_LENGTH,
     PAUSE_MODES,
     FinishReason,
     PauseMode,
     RequestEvent,
     SamplingParams,
 )
-from megatron_hybrid.request_checks import (
-    validate_arrival,
-    validate_cache_checkpoints,
-    validate_in_one_step,
-    validate_priority,
-    validate_prompt,
-    validate_whole_numbers,
-)
-from megatron_hybrid.text.grammar import Grammars, matcher_of
-from megatron_hybrid.text.thought_limit import limit_of
-from megatron_hybrid.values import validate_text
+from megatron_hybrid.request_checks import validate_names
+from megatron_hybrid.text.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +65,12 @@ class DynamicInferenceEngine:
         lockstep: Lockstep | None = None,
         is_alone: bool = True,
         speculation: Speculation | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """`grammars`: None for a model without a tokenizer, whose answers can't have one.
         `lockstep`: with the replicas that share experts with this one. `is_alone`: no other rank
-        takes part in a step. `speculation`: chooses drafts; None: decodes have none."""
+        takes part in a step. `speculation`: chooses drafts; None: decodes have none. `adapters`:
+        None for an engine that takes none."""
         self.context = context
         self.runner = runner
         self.vocab_size = vocab_size
@@ -98,13 +89,20 @@ class DynamicInferenceEngine:
         self.weights = EngineWeights(runner, context)
         self.sleeper = Sleeper(self)
         self.sleep, self.wake_up = self.sleeper.sleep, self.sleeper.wake_up
-        self._seed = seed
-        self._chunked_prefill = chunked_prefill
         self._log_interval = log_interval
-        self._grammars = grammars
+        self._adapters = adapters or Adapters()
+        self.incoming = Incoming(
+            context,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            seed=seed,
+            chunked_prefill=chunked_prefill,
+            clock=clock,
+            grammars=grammars,
+            adapters=self._adapters,
+        )
         self.lockstep = lockstep
         self._is_alone = is_alone
-        self._submitted = 0
         self._in_flight: tuple[StepPlan, Launched] | None = None
         self._clock = clock
         self._started = clock()
@@ -256,65 +254,34 @@ class DynamicInferenceEngine:
     ) -> None:
         """Queue a request. Raises InvalidRequestError, without effect, if it can't be served.
 
-        cache_salt, adapter: only prompts with the same ones share anything. priority: a smaller
-        number runs first; who waits long gets ahead all the same. cache_checkpoints: positions in
-        the prompt at which its state is wanted later. message_ends: of a chat, ascending, the
-        system message's first; hints for states. arrived: when, by `time.monotonic` (None: now).
-        prefilled_by: one of --disaggregation-peers, which has computed the prompt.
+        cache_salt, adapter: only prompts with the same ones share anything. adapter: one of
+        `adapters`; "" for none. priority: a smaller number runs first; who waits long gets ahead
+        all the same. cache_checkpoints: positions in the prompt at which its state is wanted later.
+        message_ends: of a chat, ascending, the system message's first; hints for states. arrived:
+        when, by `time.monotonic` (None: now). prefilled_by: one of --disaggregation-peers, which
+        has computed the prompt.
         """
-        names = {"request_id": request_id, "cache_salt": cache_salt, "adapter": adapter}
-        for name, text in names.items():
-            validate_text(name, text, MAX_NAME_LENGTH)
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(
-                "params", f"params is of type {type(params).__name__}; it must be SamplingParams."
-            )
-        params.validate()
-        params.validate_vocabulary(self.vocab_size)
-        limit, flag = self.max_seq_length, self.max_seq_length_flag
-        prompt = validate_prompt(prompt_token_ids, self.vocab_size, limit, flag=flag)
-        validate_priority(priority)
-        validate_cache_checkpoints(cache_checkpoints, len(prompt_token_ids))
-        validate_whole_numbers("message_ends", message_ends)
-        validate_arrival(arrived)
+        validate_names(request_id=request_id, cache_salt=cache_salt, adapter=adapter)
         if self.scheduler.knows(request_id):
             raise InvalidRequestError("request_id", f"request_id {request_id!r} is in use.")
-        length = len(prompt_token_ids)
-        max_tokens = params.longest_answer(length, limit, flag)
-        if not self._chunked_prefill:
-            validate_in_one_step(length, self.context.max_tokens)
-        self.context.transfers.check_peer(prefilled_by)
-        stop_ids = stop_ids_of(params, self.eos_token_ids, self.vocab_size)
-        hints = CheckpointHints(tuple(map(int, cache_checkpoints)), tuple(map(int, message_ends)))
-        seed = self._next_seed(params)
-        requests = [
-            TrackedRequest(
-                request_id=request_id,
-                prompt=np.asarray(prompt, dtype=np.int32),
-                params=params,
-                seed=stream_seed(seed, index) if index else seed,
-                max_tokens=max_tokens,
-                stop_ids=stop_ids,
-                index=index,
-                cache_salt=cache_salt,
-                adapter=adapter,
-                prefilled_by=prefilled_by,
-                priority=int(priority),
-                hints=hints,
-                arrived=self._clock() if arrived is None else arrived,
-                grammar=matcher_of(params, self._grammars),
-                thoughts=limit_of(params, self._grammars),
-            )
-            for index in range(params.n)
-        ]
+        requests = self.incoming.requests(
+            request_id,
+            prompt_token_ids,
+            params,
+            cache_salt=cache_salt,
+            adapter=adapter,
+            priority=priority,
+            cache_checkpoints=cache_checkpoints,
+            message_ends=message_ends,
+            arrived=arrived,
+            prefilled_by=prefilled_by,
+        )
         self.scheduler.submit(requests)
 
     def begin_grammar(self, params: SamplingParams) -> bool:
         """Compile the grammar of a request that is to come, or read the tokenizer, if it needs
         that, beside the steps; whether `add_request` need not wait for it any more."""
-        if not params.reads_answer or self._grammars is None:
-            return True
-        return self._grammars.begin(params.grammar)
+        return self.incoming.begin_grammar(params)
 
     def abort(
         self,
@@ -435,13 +402,28 @@ class DynamicInferenceEngine:
         if catch_ups := self.scheduler.decodes.write_states():
             self.runner.catch_up(catch_ups)
 
+    # --------------------------------------------------------------- adapters
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names that requests may give."""
+        return self._adapters.names
+
+    def load_adapter(
+        self, name: str, source: WeightsSource, config: Mapping[str, Any] | None = None
+    ) -> None:
+        """A PEFT folder; or tensors by PEFT's names, whole ones on every rank, and what
+        adapter_config.json would say. One of this name serves those who began with it to their end.
+        Raises WeightsError for one that does not fit; InvalidRequestError where --max-loras are in
+        use. Neither changes anything."""
+        self._adapters.load(name, source, config, self.runner, self.incoming.adapter_slots)
+
+    def unload_adapter(self, name: str) -> None:
+        """No further request can have it; those that it serves go on to their end, and its room is
+        free then. Raises InvalidRequestError for an unknown name."""
+        self._adapters.unload(name)
+
     def check_integrity(self) -> None:
         """Assert every invariant of the cache; call between steps."""
         scheduler = self.scheduler
         check_integrity(self.context, scheduler.twins.pins, scheduler.decodes.reserved_slots)
-
-    def _next_seed(self, params: SamplingParams) -> int:
-        self._submitted += 1
-        if params.seed is not None:
-            return params.seed % 2**64
-        return stream_seed(self._seed, self._submitted)

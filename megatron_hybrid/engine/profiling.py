@@ -47,6 +47,7 @@ def measure_activations(
         max_requests=max_requests,
         max_tokens=max_tokens,
         max_seq_length=max_seq_length,
+        adapters=model.adapters is not None,
     )
     caches = allocate_caches(
         model.kv_specs,
@@ -95,12 +96,17 @@ def had_to_compile(before: int, parallel: ParallelContext) -> bool:
 
 
 def largest_step(
-    *, block_size: int, max_requests: int, max_tokens: int, max_seq_length: int
+    *,
+    block_size: int,
+    max_requests: int,
+    max_tokens: int,
+    max_seq_length: int,
+    adapters: bool = False,
 ) -> tuple[RowTable, StepPlan]:
     """A step of `max_tokens` tokens that samples, with every filter and penalty, for as many rows
     as there can be. Prompts are as long as can be; decodes read slot 0 and write nowhere. But
     where there are three, the first two have no filters, the first and third no penalties: other
-    kernels draw for them."""
+    kernels draw for them. `adapters`: all tokens have one."""
     prompts = min(-(-max_tokens // max_seq_length), max_requests)
     decodes = min(max_requests - prompts, max_tokens - prompts)
     rows = RowTable(prompts + decodes, -(-max_seq_length // block_size))
@@ -137,7 +143,9 @@ def largest_step(
         )
         left, next_block = left - length, blocks[-1] + 1
     decode_rows = np.arange(decodes, dtype=np.int64)
-    return rows, StepPlan(step=0, decode_rows=decode_rows, prefills=chunks)
+    rows.adapter[:] = int(adapters)
+    plan = StepPlan(step=0, decode_rows=decode_rows, prefills=chunks, adapters=adapters)
+    return rows, plan
 
 
 _FEWEST_TOKENS = 16

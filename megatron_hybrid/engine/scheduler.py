@@ -200,7 +200,7 @@ class Scheduler:
                 self._admit_waiting(plan, budget)
         self._thoughts.plan()
         self.decodes.plan(plan)
-        statistics.step = plan.step
+        statistics.step, plan.adapters = plan.step, bool(context.rows.adapter.any())
         statistics.running, statistics.waiting = len(self._running), len(self._waiting)
         return plan
 

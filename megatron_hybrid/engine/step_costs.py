@@ -72,7 +72,7 @@ class MeasuredCosts(StepCosts):
     def __init__(self, sizes: Sequence[GraphSize], num_tokens: int, row_by_row: bool) -> None:
         """sizes: of the CUDA graphs. num_tokens: the most drafts of a row in a step. row_by_row:
         drafts are made so, as many for each row as for the one that has most."""
-        self._sizes = tuple(size for size in sizes if not size.prompts)
+        self._sizes = tuple(size for size in sizes if not size.prompts and not size.adapters)
         self._num_tokens = num_tokens
         self._row_by_row = row_by_row
         self._samples: dict[GraphSize, _Samples] = {}
@@ -115,7 +115,7 @@ class MeasuredCosts(StepCosts):
         return [(width, size) for size, width in widest.items()]
 
     def _size(self, step: StepDemand) -> GraphSize:
-        size = smallest_fit(self._sizes, step)
+        size = smallest_fit(self._sizes, step._replace(adapters=0))  # which make both slower
         if size is not None:
             return size
         decodes = 1 << (step.decodes - 1).bit_length()

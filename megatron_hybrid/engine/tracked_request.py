@@ -12,6 +12,7 @@ import numpy.typing as npt
 from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
 from megatron_hybrid.cache.checkpoint_placement import NO_HINTS, CheckpointHints
 from megatron_hybrid.cache.lease import Lease
+from megatron_hybrid.engine.adapters import NO_ADAPTER, Adapter
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import RequestStatus, SamplingParams, TokenLogprob
 from megatron_hybrid.text.grammar import AnswerMatcher
@@ -49,7 +50,7 @@ class TrackedRequest:
     stop_ids: tuple[int, ...]
     index: int = 0  # among those with its request_id
     cache_salt: str = ""
-    adapter: str = ""
+    adapter: Adapter = NO_ADAPTER
     prefilled_by: str = ""  # a peer that has computed its prompt
     priority: int = 0  # a smaller number runs first
     hints: CheckpointHints = NO_HINTS

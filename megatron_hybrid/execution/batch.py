@@ -100,7 +100,8 @@ class BatchBuilder:
         starts = np.concatenate([[0], np.cumsum(lengths)])
         checkpoints = sum(len(chunk.checkpoints) for chunk in chunks)
         drafts, pairs = plan.num_drafts, plan.num_pairs
-        used = GraphSize(n, int(starts[-1]), len(chunks), checkpoints, drafts, pairs)
+        counts = n, int(starts[-1]), len(chunks), checkpoints, drafts, pairs
+        used = GraphSize(*counts, adapters=int(plan.adapters))
         room = used if size is None else size
         assert all(a <= b for a, b in zip(used, room, strict=True)), (used, room)
         drafted = self._drafted if plan.drafts is not None or room.drafts else None
@@ -122,6 +123,13 @@ class BatchBuilder:
             place = blocks * block_size + span % block_size
             kv_slot[here] = np.where(span < chunk.write_from, 0, place)
 
+        adapters = None
+        if room.adapters:
+            behind = 0 if plan.drafts is None else plan.drafts.num_drafts
+            adapters = np.zeros(room.tokens, dtype=np.int64)
+            adapters[: used.decode_tokens] = np.repeat(rows.adapter[decodes], 1 + behind)
+            of_prompts = np.repeat(rows.adapter[[chunk.row for chunk in chunks]], lengths)
+            adapters[room.decode_tokens :][: len(of_prompts)] = of_prompts
         write_slot = rows.write_slot[decodes]
         if plan.writes is not None:
             write_slot = write_slot * plan.writes
@@ -144,6 +152,7 @@ class BatchBuilder:
             prefill=_segments(chunks, starts, room) if room.prompts else None,
             chunk_bounds=self._chunk_bounds(chunks, lengths, room) if room.prompts else (),
             decodes=(drafted or self._singles).figures(plan, room),
+            adapters=adapters,
             kv_indices=paged.kv_indices,
         )
         (sampled, *moves), step = self._uploads.upload(
@@ -184,6 +193,7 @@ class BatchBuilder:
             moves=CacheMoves(*moves) if moves else None,
             num_drafts=room.drafts,
             take_up=decode.take_up,
+            adapters=step.adapters,
         )
 
     def build_dummy(self, size: GraphSize) -> StepInputs:

@@ -65,14 +65,15 @@ class CaptureSchedule:
 
 def capture_order(sizes: Iterable[GraphSize]) -> list[GraphSize]:
     """The largest one first: it leaves the memory that smaller ones fit into. Then of each kind (of
-    decodes, of decodes with drafts, with prompts) in turn the one that fills its widest gap. Behind
-    all of these come those of long prompts, in the same order: a short prompt is better off without
-    a graph than with one of them."""
+    decodes, of decodes with drafts, with prompts; with and without adapters) in turn the one that
+    fills its widest gap. Behind all of these come those of long prompts, in the same order: a short
+    prompt is better off without a graph than with one of them."""
     sizes = list(sizes)
-    kinds: dict[tuple[bool, bool], list[GraphSize]] = {}
+    kinds: dict[tuple[bool, bool, int], list[GraphSize]] = {}
     for size in sizes:
         if not size.is_long:
-            kinds.setdefault((bool(size.prompts), bool(size.drafts)), []).append(size)
+            kind = bool(size.prompts), bool(size.drafts), size.adapters
+            kinds.setdefault(kind, []).append(size)
     ordered = [_halving(sorted(kind, key=_by_size)) for kind in kinds.values()]
     ordered.sort(key=lambda kind: _by_size(kind[0]), reverse=True)
     longest = max(map(len, ordered), default=0)

@@ -43,6 +43,7 @@ class GraphSize(NamedTuple):
     checkpoints: int = 0  # stored in the middle of prompts
     drafts: int = 0  # behind the next tokens of the decodes
     pairs: int = NO_LIMIT  # of a prompt's token and one that it may see
+    adapters: int = 0  # 1: tokens may have some
 
     @property
     def decode_tokens(self) -> int:
@@ -174,6 +175,7 @@ def smallest_fit(sizes: Iterable[GraphSize], demand: StepDemand) -> GraphSize | 
         and demand.prompts <= size.prompts
         and demand.checkpoints <= size.checkpoints
         and demand.pairs <= size.pairs
+        and demand.adapters <= size.adapters
         and bool(demand.prompts) == bool(size.prompts)
     )
     return min(fitting, key=lambda size: (size.tokens, size), default=None)
@@ -186,10 +188,13 @@ def graph_sizes(
     max_tokens: int,
     num_drafts: int = 0,
     long_prompts: PromptRoom = NO_ROOM,
+    adapters: bool = False,
 ) -> tuple[GraphSize, ...]:
     """All sizes that get a graph: at most `count` of decodes alone (-1: as many as are of use) and,
     unless that is 0, mixed ones for up to `mixed_prompts` prompts (0: none). Where a decode may
-    have `num_drafts` drafts, the decodes alone have graphs with and without them."""
+    have `num_drafts` drafts, the decodes alone have graphs with and without them. `adapters`: all
+    are there with and without adapters, whose kernels take their time even where no token has any.
+    """
     if count == 0:
         return ()
     numbers = decode_sizes(count, max_requests)
@@ -197,7 +202,10 @@ def graph_sizes(
     if num_drafts:
         room = [GraphSize(n, drafts=n * w) for n in numbers for w in _draft_widths(n, num_drafts)]
         decodes += tuple(size for size in room if size.tokens <= max_tokens)
-    return decodes + mixed_sizes(mixed_prompts, max_requests, max_tokens, long_prompts)
+    sizes = decodes + mixed_sizes(mixed_prompts, max_requests, max_tokens, long_prompts)
+    if adapters:
+        sizes += tuple(size._replace(adapters=1) for size in sizes)
+    return sizes
 
 
 def _draft_widths(decodes: int, most: int) -> list[int]:

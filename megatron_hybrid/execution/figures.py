@@ -79,6 +79,7 @@ class StepFigures(NamedTuple, Generic[T]):
     prefill: SegmentFigures[T] | None  # None: there are no prompts
     chunk_bounds: tuple[T, ...]  # cu_chunk_seqlens of each kernel chunk
     decodes: SingleFigures[T] | DraftFigures[T] | None  # None: DecodeSlots say all
+    adapters: T | None  # [tokens] slots of adapters; None: nobody has one
     # Last, because it varies: all others are as long as their graph has room for.
     kv_indices: T  # [blocks of all sequences]
 

@@ -40,7 +40,7 @@ class GraphDecodes:
         self._block_size = block_size
         self._size = size
         self._uploads = uploads
-        self._kept = uploads.keep(_padding(size.decodes, singles))
+        self._kept = uploads.keep(_padding(size, singles))
         self._first_of_each = np.arange(size.decodes + 1)
         self._count = 0  # of decodes in the last step
         device = self._kept.device
@@ -81,6 +81,8 @@ class GraphDecodes:
         host.read_slot[:count] = rows.read_slot[decodes]
         write_slot = rows.write_slot[decodes]
         host.write_slot[:count] = write_slot if plan.writes is None else write_slot * plan.writes
+        if host.adapters is not None:
+            host.adapters[:count] = rows.adapter[decodes]
         blocks = last_block + 1
         indptr = host.kv_indptr
         np.cumsum(blocks, dtype=indptr.dtype, out=indptr[1 : count + 1])
@@ -124,20 +126,23 @@ class GraphDecodes:
             logits_index=device.logits_index,
             decode_rows=device.decode_rows,
             sampled_rows=device.decode_rows[: self._count],
+            adapters=device.adapters,
         )
 
     def _clear(self, count: int) -> None:
         """From the decode `count` on there is padding."""
         host = self._kept.host
-        of_tokens = host.token_ids, host.positions, host.kv_slot
+        of_tokens = host.token_ids, host.positions, host.kv_slot, host.adapters
         for part in (*of_tokens, host.decode_rows, host.read_slot, host.write_slot):
-            part[count:] = 0
+            if part is not None:
+                part[count:] = 0
         for part in (host.kv_length, host.last_block_length):
             part[count:] = 1
 
 
-def _padding(decodes: int, singles: SingleDecodes) -> StepFigures[Ints]:
+def _padding(size: GraphSize, singles: SingleDecodes) -> StepFigures[Ints]:
     """Of a step in which nobody decodes; each has one token of KV, the first of block 0."""
+    decodes = size.decodes
     zeros, ones = np.zeros(decodes, dtype=np.int64), np.ones(decodes, dtype=np.int64)
     places = np.arange(decodes + 1)
     return StepFigures(
@@ -156,5 +161,6 @@ def _padding(decodes: int, singles: SingleDecodes) -> StepFigures[Ints]:
         prefill=None,
         chunk_bounds=(),
         decodes=singles.padding(decodes),
+        adapters=zeros if size.adapters else None,
         kv_indices=zeros[:0],
     )

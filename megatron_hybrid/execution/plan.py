@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
@@ -120,6 +120,7 @@ class StepPlan:
     catch_ups: list[CatchUp] = field(default_factory=list)
     packs: list[StateMove] = field(default_factory=list)  # from full slots to packed ones
     unpacks: list[StateMove] = field(default_factory=list)  # and back; after these
+    adapters: bool = False  # whether any running row has one
 
     @property
     def num_drafts(self) -> int:
@@ -181,6 +182,7 @@ class StepDemand(NamedTuple):
     runs: int = 0  # 1: decodes take up accepted drafts, or have some
     widest: int = 0  # drafts of the row that has most, where the device makes them row by row
     pairs: int = 0  # of a prompt's token and one that it may see
+    adapters: int = 0  # 1: some token has one
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepDemand:
@@ -201,6 +203,7 @@ class StepDemand(NamedTuple):
             runs=int(plan.drafts is not None),
             widest=0 if plan.drafts is None else plan.drafts.widest,
             pairs=plan.num_pairs,
+            adapters=int(plan.adapters),
         )
 
 
@@ -262,3 +265,9 @@ class Runner(Protocol):
         """Overwrite the model's weights in place; names of those that stay as they are. Raises
         WeightsError, without any effect, for weights that do not fit; after another error nothing
         can be computed any more."""
+
+    def load_adapter(
+        self, slot: int | None, source: WeightsSource, config: Mapping[str, Any] | None
+    ) -> str:
+        """Put an adapter into a slot that nobody uses; the digest of its weights. Raises
+        WeightsError for one that does not fit, and for no slot (None), on every rank."""

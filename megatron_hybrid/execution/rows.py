@@ -82,6 +82,7 @@ class RowTable:
         self.max_tokens = np.zeros(n, dtype=np.int64)
         self.read_slot = np.zeros(n, dtype=np.int64)
         self.write_slot = np.zeros(n, dtype=np.int64)
+        self.adapter = np.zeros(n, dtype=np.int64)  # its slot; 0: none
         self.block_table = np.zeros((n, max(max_blocks, 1)), dtype=np.int64)
         self.num_blocks = np.zeros(n, dtype=np.int64)
         self.temperature = np.zeros(n, dtype=np.float32)
@@ -124,7 +125,7 @@ class RowTable:
     def give_back(self, row: int) -> None:
         """The row is free, and its adjustments are forgotten."""
         self.decoding[row] = False
-        self.accepted[row] = self.unknown[row] = self.unfolded[row] = 0
+        self.accepted[row] = self.unknown[row] = self.unfolded[row] = self.adapter[row] = 0
         if self.adjusted[row] or self.min_tokens[row]:
             self._forget_adjustments(row)
         self.limited.discard(row)

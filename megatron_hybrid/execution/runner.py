@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from megatron_hybrid.kernels.compile_ahead import compiling_ahead
 from megatron_hybrid.kernels.contract import DecodeRuns
 from megatron_hybrid.layers.inputs import LayerCaches, LockstepSize, StepInputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
+from megatron_hybrid.models.adapters.loading import load_adapter
 from megatron_hybrid.models.checkpoints.updates import update_model
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
@@ -174,6 +176,13 @@ class ModelRunner(Runner):
         if self._last_token.is_cuda:  # who has sent them may write over what was copied
             torch.cuda.synchronize(self._last_token.device)
         return left_out
+
+    @device_errors
+    @torch.inference_mode()
+    def load_adapter(
+        self, slot: int | None, source: WeightsSource, config: Mapping[str, Any] | None
+    ) -> str:
+        return load_adapter(self._model, slot, source, config)
 
     def _was_launched(self, demand: StepDemand) -> None:
         """A step of all ranks, or none, was."""

@@ -27,6 +27,9 @@ from megatron_hybrid.kernels.experts.protocol import Experts
 from megatron_hybrid.kernels.gated_delta_rule import reference as gated_delta_rule
 from megatron_hybrid.kernels.linear import reference as linear
 from megatron_hybrid.kernels.linear import whole_tiles as linear_by_tiles
+from megatron_hybrid.kernels.lora import reference as lora
+from megatron_hybrid.kernels.lora import whole_tiles as lora_by_tiles
+from megatron_hybrid.kernels.lora.protocol import Lora, StepAdapters
 from megatron_hybrid.kernels.mamba1_scan import reference as mamba1_scan
 from megatron_hybrid.kernels.mamba2_scan import reference as mamba2_scan
 from megatron_hybrid.kernels.norm import reference as norm
@@ -77,6 +80,9 @@ class KernelSet:
     learn: Callable[[Iterable[tuple[Tensor, bool]], Iterable[int]], None] | None = None
     # What computes more of a layer at once, where there is something.
     projected_mamba1: ProjectedMamba1 | None = None
+    lora: Lora = lora
+    # What a step's adapters add to the linear layers, which find it here; None: nothing.
+    adapters: StepAdapters | None = None
 
 
 REFERENCE = KernelSet(
@@ -106,6 +112,7 @@ REFERENCE_INVARIANT = replace(
     attention=by_key_tiles,
     linear=linear_by_tiles,
     experts=experts_by_tiles,
+    lora=lora_by_tiles,
     replays=TORCH_REPLAYS,
 )
 
@@ -196,6 +203,7 @@ def _gpu() -> KernelSet:
     from megatron_hybrid.kernels.experts import triton as experts
     from megatron_hybrid.kernels.gated_delta_rule import triton as gated_delta_rule
     from megatron_hybrid.kernels.linear import triton as linear
+    from megatron_hybrid.kernels.lora import triton as lora
     from megatron_hybrid.kernels.mamba1_scan import triton as mamba1_scan
     from megatron_hybrid.kernels.mamba1_scan import triton_projected as projected_mamba1
     from megatron_hybrid.kernels.mamba2_scan import triton as mamba2_scan
@@ -221,6 +229,7 @@ def _gpu() -> KernelSet:
         rope=rope,
         sampling=sampling,
         captures=True,
+        lora=lora,
         projected_mamba1=projected_mamba1,
     )
     if importlib.util.find_spec("flashinfer") is None:

@@ -43,14 +43,15 @@ class ExpertDispatch:
         self.first = ranks.owners.rank * self.num_local
         # Rows of padding go to no expert; where every rank has all of them, to one, with weight 0.
         self._of_padding = num_experts if ranks.owners.size > 1 else 0
-        self._travels = ranks.everyone.size > tensor.size
+        # Whether this rank computes other replicas' tokens.
+        self.travels = ranks.everyone.size > tensor.size
         # Where fewer ranks hold all experts than have the tokens: how often the sum has each.
-        self._copies = 1 if self._travels else tensor.size // ranks.everyone.size
+        self._copies = 1 if self.travels else tensor.size // ranks.everyone.size
 
     @property
     def is_here(self) -> bool:
         """Whether `compute` is given this rank's own tokens, and its results are summed once."""
-        return not self._travels and self._copies == 1
+        return not self.travels and self._copies == 1
 
     def run(
         self,
@@ -64,7 +65,7 @@ class ExpertDispatch:
 
         experts [tokens, chosen] integers, weights [tokens, chosen] float32.
         """
-        if not self._travels:
+        if not self.travels:
             weights = weights / self._copies if self._copies > 1 else weights
             return compute(x, self._local(experts), weights)
         x = plain_rows(x)

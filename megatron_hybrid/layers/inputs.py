@@ -71,6 +71,7 @@ class StepInputs:
     moves: CacheMoves | None = None  # None when the step moves nothing
     lockstep: LockstepSize | None = None  # None: nobody computes more than we do
     num_drafts: int = 0  # tokens of the decodes behind each sequence's first one
+    adapters: Tensor | None = None  # [tokens]: slot of each one's adapter; None: nobody has one
     # Puts in place what only the device knows of decodes with drafts; before the model computes.
     take_up: Callable[[], None] | None = None
 

@@ -84,6 +84,11 @@ class Linear(nn.Module):
         self._runs: list[_Run] = []
         self.reader: Reader | None = None
 
+    def read_plain_rows(self) -> None:
+        """Inputs come, however they are rounded, with what they were before."""
+        if self.reader is not None:
+            self.reader = self.reader._replace(plain=True)
+
     def allocate(self, parts: Iterable[LinearPart], formats: Formats) -> None:
         """Memory for all rows, which `parts` say in order. What a format cannot keep, a few columns
         that a split over ranks leaves, is kept in the layer's type."""
@@ -199,10 +204,14 @@ class Linear(nn.Module):
         raise ValueError(f"Rows {start} to {stop} are not in one run.")
 
     def forward(self, x: Inputs, kernels: KernelSet) -> Tensor:
-        """[tokens, inputs] -> [tokens, outputs]."""
+        """[tokens, inputs] -> [tokens, outputs]; with what the step's adapters add."""
         if len(self._runs) == 1:
-            return self._product(x, self._runs[0], kernels)
-        return torch.cat([self._product(x, run, kernels) for run in self._runs], dim=1)
+            y = self._product(x, self._runs[0], kernels)
+        else:
+            y = torch.cat([self._product(x, run, kernels) for run in self._runs], dim=1)
+        if kernels.adapters is not None:
+            kernels.adapters.add(self, y, x)
+        return y
 
     def _product(self, x: Inputs, run: _Run, kernels: KernelSet) -> Tensor:
         bias = self._bias
@@ -222,7 +231,7 @@ class ColumnParallelLinear(Linear):
         self, x: Inputs, activation: str, gated: bool, into: Reader | None, kernels: KernelSet
     ) -> Inputs:
         """What Activation.activate makes of `forward`."""
-        if into is None and len(self._runs) == 1:
+        if into is None and len(self._runs) == 1 and kernels.adapters is None:
             y = kernels.linear.multiply_activated(
                 x, self._runs[0].weight, self._bias, activation, gated
             )
@@ -232,7 +241,8 @@ class ColumnParallelLinear(Linear):
 
     def split(self, x: Inputs, sections: list[int], kernels: KernelSet) -> list[Tensor]:
         """What `forward` gives, cut into columns; without a copy where formats change there."""
-        if len(self._runs) == 1 or not self._begins_with_sections(sections):
+        in_one = len(self._runs) == 1 or kernels.adapters is not None
+        if in_one or not self._begins_with_sections(sections):
             return list(self.forward(x, kernels).split_with_sizes(sections, 1))
         cut: list[Tensor] = []
         for run in self._runs:
@@ -249,7 +259,8 @@ class ColumnParallelLinear(Linear):
         return all(run.start in bounds for run in self._runs)
 
     def rows(self, x: Tensor, start: int, stop: int, kernels: KernelSet) -> Tensor:
-        """Some of the outputs alone: [tokens, inputs] -> [tokens, stop - start]."""
+        """Some of the outputs alone: [tokens, inputs] -> [tokens, stop - start]. Of a layer without
+        adapters."""
         if len(self._runs) > 1 or isinstance(self.weight, QuantizedWeight):
             return self.forward(x, kernels)[:, start:stop]
         bias = None if self.bias is None else self.bias[start:stop]

@@ -121,7 +121,8 @@ class Mamba1(RecurrentMixer):
         kernels = plans.kernels
         constants = Mamba1Constants(self.A, self.D, self.dt_bias, self.rounding_seed(plans))
         fused, part = kernels.projected_mamba1, self.only_part(plans, PartKind.DECODE)
-        if fused is not None and part is not None and self.dt_proj.is_plain:
+        is_plain = self.dt_proj.is_plain and kernels.adapters is None
+        if fused is not None and part is not None and is_plain:
             low_rank, state = self._low_rank(projected), self.state(plans).ssm
             if fused.takes(part.scan, low_rank, state):
                 return fused.decode(x, z, low_rank, constants, state, part.scan)

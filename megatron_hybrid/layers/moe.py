@@ -201,13 +201,18 @@ class MoE(Mixer):
         elsewhere = self.config.num_experts - num_local
         up, down = self.up_proj.stacked(num_local), self.down_proj.stacked(num_local)
         layer = ExpertWeights(up, down, expert.activation, expert.gated, elsewhere)
-        beside = None
-        if self.dispatch.is_here and self.to_latent is None:
+        adapters, beside = plans.kernels.adapters, None
+        adapted = None
+        if adapters is not None:
+            adapted = adapters.of_experts(self.up_proj, self.down_proj)
+        if adapted is None and self.dispatch.is_here and self.to_latent is None:
             beside = self._beside(given, layer, plans)
             if self.parallel.size == 1:  # nothing has to be done before the next norm
                 mix_parts = plans.kernels.experts.mix_parts
                 return mix_parts(inner, experts, weights, layer=layer, shared=beside)
         mix = partial(plans.kernels.experts.mix, layer=layer, shared=beside)
+        if adapted is not None:
+            mix = partial(plans.kernels.experts.mix_adapted, layer=layer, adapters=adapted)
         routed = self.dispatch.run(inner, experts, weights, mix, plans)
         if self.from_latent is not None:
             bias = self.from_latent.bias if self.parallel.is_first else None
@@ -221,7 +226,9 @@ class MoE(Mixer):
         """The shared MLP for the experts' kernels, or what it gives for them to add."""
         if self.shared is None:
             return None
-        shared = self._shared_expert(layer)
+        shared = None
+        if plans.kernels.adapters is None:  # which are added between its two products
+            shared = self._shared_expert(layer)
         if shared is not None and plans.kernels.experts.takes_shared(x, layer, shared):
             return shared
         return SharedResult(self.shared(x, plans), self.shared_gate)

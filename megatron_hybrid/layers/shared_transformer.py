@@ -3,11 +3,12 @@ low-rank adapters and in a projection (Glorioso et al., "The Zamba2 Suite", arXi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from megatron_hybrid.layers.adapters import of_copy
 from megatron_hybrid.layers.attention import Attention, AttentionConfig
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
@@ -52,9 +53,13 @@ class SharedTransformerUse(nn.Module):
         config: SharedTransformerConfig,
         shared: SharedTransformer,
         context: LayerContext,
+        use: int = 0,
+        uses: int = 1,
     ) -> None:
+        """`use`: which of the block's `uses` it is."""
         super().__init__()
         self.shared = shared
+        self.use, self.uses = use, uses
         self.layer = context.layer
         self.parallel = context.parallel
         dtype, hidden, rank = context.dtype, context.hidden_size, config.adapter_rank
@@ -85,6 +90,7 @@ class SharedTransformerUse(nn.Module):
 
     def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         """x [tokens, hidden], the residual stream -> [tokens, hidden]."""
+        plans = replace(plans, kernels=of_copy(plans.kernels, self.use, self.uses))
         shared, kernels, multiply = self.shared, plans.kernels, plans.kernels.linear.multiply
         assert plans.embeddings is not None
         both = shared.input_norm(torch.cat((x, plans.embeddings.to(x.dtype)), dim=1), kernels)

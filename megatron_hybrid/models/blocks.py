@@ -126,6 +126,15 @@ class SharedTransformerBlock(Block):
         return self.norm(residual + self.transformer(residual, plans), plans.kernels), residual
 
 
+def uses_of_shared(config: HybridModelConfig, block: int) -> list[int]:
+    """The blocks that use the same shared transformer as this one, which they take in turn:
+    1 2 3 1 2 3 ..."""
+    assert config.shared_transformer is not None
+    uses = [i for i, letter in enumerate(config.pattern) if letter == SHARED_TRANSFORMER]
+    count = config.shared_transformer.num_blocks
+    return uses[uses.index(block) % count :: count]
+
+
 @dataclass(frozen=True)
 class BlockBuilder:
     """Makes blocks of one model. Those that share a transformer are given the same one: `shared`
@@ -176,14 +185,14 @@ class BlockBuilder:
         shared = config.shared_transformer
         if shared is None:
             raise self._undescribed(letter)
-        # The blocks take them in turn: 1 2 3 1 2 3 ...
-        uses = [i for i, other in enumerate(config.pattern) if other == SHARED_TRANSFORMER]
-        first = uses[uses.index(index) % shared.num_blocks]
+        uses = uses_of_shared(config, index)
+        first = uses[0]
         if first not in self.shared:
             made = self.shared[first] = SharedTransformer(shared, context)
             parts = prefixed("transformer", made.weight_parts())
             allocate_linears(parts, partial(self.formats, first))
-        use = SharedTransformerUse(shared, self.shared[first], context)
+        own = uses.index(index)
+        use = SharedTransformerUse(shared, self.shared[first], context, own, len(uses))
         mixer = self._mixer(MAMBA, context)
         block = SharedTransformerBlock(self.norm(), mixer, self.parallel.tensor, use)
         allocate_linears(block.weight_parts(), partial(self.formats, index))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron_hybrid.kernels.contract import AttentionShape, DecodeRuns
 from megatron_hybrid.kernels.kernel_set import REFERENCE
 from megatron_hybrid.kernels.linear.reference import plain_rows
+from megatron_hybrid.layers.adapters import AdaptedPart, AdapterSlots, of_logits
 from megatron_hybrid.layers.attention import Attention
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, LockstepSize, StateSpec, StepInputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
@@ -31,7 +32,13 @@ from megatron_hybrid.layers.parts import Part, WeightPart, prefixed, section
 from megatron_hybrid.layers.recurrent import RecurrentMixer
 from megatron_hybrid.layers.rope import inverse_frequencies
 from megatron_hybrid.memory.arena import Arena
-from megatron_hybrid.models.blocks import Block, BlockBuilder, ModelFormats, in_one_type
+from megatron_hybrid.models.blocks import (
+    Block,
+    BlockBuilder,
+    ModelFormats,
+    in_one_type,
+    uses_of_shared,
+)
 from megatron_hybrid.models.config import SHARED_TRANSFORMER, HybridModelConfig
 from megatron_hybrid.models.mtp import MTPHead
 from megatron_hybrid.models.stages import ModelStages
@@ -81,6 +88,7 @@ class HybridModel(nn.Module):
         self.parallel = parallel
         self.dtype = dtype
         self.kernels = REFERENCE
+        self.adapters: AdapterSlots | None = None  # of the engine that runs it
         self.arena: Arena | None = None  # that the weights were moved into
         pipeline, tensor = parallel.pipeline, parallel.tensor
         self.is_first_stage, self.is_last_stage = pipeline.is_first, pipeline.is_last
@@ -257,6 +265,18 @@ class HybridModel(nn.Module):
         if self.lm_head is not None:
             yield None, self._head_part(self.lm_head)
 
+    def adapted_parts(self, experts: bool = False) -> Iterator[AdaptedPart]:
+        """Of its linear layers that may have adapters: those in the model's own blocks, with or
+        without `experts`."""
+        for block, part in self.weight_parts():
+            if block is None or block >= len(self.config.pattern):
+                continue
+            if not isinstance(part, LinearPart) or (".experts." in part.role and not experts):
+                continue
+            shared = part.role.startswith("transformer.")
+            uses = len(uses_of_shared(self.config, block)) if shared else 1
+            yield AdaptedPart(block, part, uses)
+
     def _head_part(self, head: Linear) -> LinearPart:
         vocab, columns = self.config.vocab_size, head.inputs
         start, real = self._vocabulary_rows(head.outputs)
@@ -301,14 +321,17 @@ class HybridModel(nn.Module):
         plans = self._rotated(plans, inputs.positions)
         size = inputs.lockstep or LockstepSize(inputs.num_tokens, len(inputs.logits_index))
         last_mixing = self.stages.last_mixing
-        most = size.tokens if self.stage.start <= last_mixing else size.rows
+        most = size.tokens
+        if self.stage.start > last_mixing:
+            plans, most = replace(plans, kernels=of_logits(plans.kernels, inputs)), size.rows
         residual, mixed, embeddings = self._embed(inputs) if entering is None else entering
         plans = replace(plans, embeddings=embeddings, most_tokens=most, all_to_all=size.all_to_all)
         for index, block in self.own_blocks():
             mixed, residual = block(mixed, residual, config.residual_multiplier, plans)
             if index == last_mixing:
                 mixed, residual = inputs.of_logits(added_up(mixed)), inputs.of_logits(residual)
-                plans = replace(plans, most_tokens=size.rows)
+                kernels = of_logits(plans.kernels, inputs)
+                plans = replace(plans, kernels=kernels, most_tokens=size.rows)
         if SHARED_TRANSFORMER not in config.pattern[self.stage.stop :]:
             embeddings = None
         return Hidden(residual, None if mixed is None else added_up(mixed), embeddings)
@@ -412,4 +435,6 @@ class HybridModel(nn.Module):
             )
             for kind, layer in self._recurrent.items()
         }
+        if self.adapters is not None:
+            kernels = self.adapters.kernels(kernels, inputs.adapters)
         return KernelPlans(caches, kernels, attention, recurrent=recurrent)

@@ -217,7 +217,8 @@ def build(
     config: EngineConfig, start: StartTimes
 ) -> tuple[DynamicInferenceEngine, ParallelContext]:
     """One rank's engine, and the groups of ranks that it is in."""
-    from megatron_hybrid.engine.build import build_engine, resolve_device
+    from megatron_hybrid.engine.build import build_engine
+    from megatron_hybrid.engine.choices import resolve_device
     from megatron_hybrid.engine.garbage import collect_seldom
     from megatron_hybrid.parallel import initialize
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_hybrid.config import EngineConfig
-from megatron_hybrid.engine.build import resolve_device
+from megatron_hybrid.engine.choices import resolve_device
 from megatron_hybrid.engine.sizing import replay_chunk_of
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels import kernel_set

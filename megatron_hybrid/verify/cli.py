@@ -110,7 +110,7 @@ def verify(
     """All checks; each is printed by the first rank as it is done. Every rank makes this call.
     Raises ConfigurationError or WeightsError for a model that cannot be loaded."""
     # torch takes seconds to import, and nothing above needs it.
-    from megatron_hybrid.engine.build import resolve_device
+    from megatron_hybrid.engine.choices import resolve_device
     from megatron_hybrid.llm import LLM
     from megatron_hybrid.parallel import initialize
     from megatron_hybrid.verify.against_transformers import compare

@@ -8,7 +8,7 @@ it, and the "answer" of a prompt is known without any engine (`expected_answer`)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.lower_tier import LowerTier
 from megatron_hybrid.cache.replay_cost import queue_of
 from megatron_hybrid.cache.stored_prefixes import StoredPrefixes
+from megatron_hybrid.engine.adapters import Adapters
 from megatron_hybrid.engine.agreement import Agreement, Ranks
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
@@ -26,12 +27,14 @@ from megatron_hybrid.engine.lower_transfers import LowerTransfers
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.tracked_request import Running
 from megatron_hybrid.engine.transfers import HostTransfers
+from megatron_hybrid.errors import WeightsError
 from megatron_hybrid.execution.plan import NO_DRAFT, CatchUp, StepDemand, StepPlan, StepResult
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams, TokenLogprob
 from tests.engine.symbolic_copies import SymbolicCopier, SymbolicMemory
 from tests.engine.symbolic_store import PageView, SlowExecutor, SymbolicStore
 
 VOCAB = 97
+ADAPTERS = ("a", "b", "tuned")
 default_asynchronous = False
 EMPTY = 0
 
@@ -141,6 +144,14 @@ class SymbolicRunner:
         if isinstance(source, BaseException):
             raise source
         return source if isinstance(source, frozenset) else frozenset()
+
+    def load_adapter(
+        self, slot: int | None, source: object, config: Mapping[str, object] | None
+    ) -> str:
+        """`source`: the digest of its weights."""
+        if slot is None:
+            raise WeightsError("no room")
+        return str(source)
 
     def launch(self, plan: StepPlan, agreed: StepDemand | None = None) -> SymbolicLaunch:
         self.plans.append(plan)
@@ -520,7 +531,7 @@ def make_engine(
                 clock=lambda: 0.0,
             )
             context.transfers.add_lower(lower)
-    return CheckedEngine(
+    engine = CheckedEngine(
         context,
         runner,
         vocab_size=VOCAB,
@@ -530,7 +541,11 @@ def make_engine(
         speculation=Speculation(context.rows, GoodGuesses(max_requests, right), drafts)
         if drafts
         else None,
+        adapters=Adapters(len(ADAPTERS)),
     )
+    for name in ADAPTERS:
+        engine.load_adapter(name, "")
+    return engine
 
 
 def run(engine: DynamicInferenceEngine, limit: int = 10_000) -> dict[str, list[RequestEvent]]:

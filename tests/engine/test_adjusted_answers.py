@@ -139,7 +139,7 @@ def test_answers_do_what_was_asked(alone):
 
 def test_a_grammar_that_fails_ends_its_answer_alone(llm, alone, monkeypatch):
     """What may come next is asked while a step is launched."""
-    compile_grammar, asked = llm.engine._grammars.compile, []
+    compile_grammar, asked = llm.engine.incoming.grammars.compile, []
 
     def fail_later(grammar, **options):
         matcher = compile_grammar(grammar, **options)
@@ -157,7 +157,7 @@ def test_a_grammar_that_fails_ends_its_answer_alone(llm, alone, monkeypatch):
             parser, matcher._matcher = matcher._matcher, Failing()
         return matcher
 
-    monkeypatch.setattr(llm.engine._grammars, "compile", fail_later)
+    monkeypatch.setattr(llm.engine.incoming.grammars, "compile", fail_later)
     llm.engine.reset()
     outputs = llm.chat([CHAT] * len(CASES), list(CASES.values()), progress=False)
     for name, output in zip(CASES, outputs, strict=True):
@@ -326,7 +326,7 @@ def test_a_model_without_a_tokenizer_refuses_what_has_to_be_read(tiny: tuple[Pat
 
 def test_every_id_ending_the_answer_leaves_nothing_to_write(tiny: tuple[Path, object]):
     engine = build_engine(LLM(str(tiny[0]), **OPTIONS).config)
-    engine.vocab_size = 3
+    engine.incoming.vocab_size = 3
     params = greedy(stop_token_ids=(0, 1, 2), min_tokens=2)
     with pytest.raises(InvalidRequestError, match="every token id"):
         engine.add_request("a", [1, 2], params)

@@ -91,7 +91,7 @@ def test_random_traffic(oracles: list[MTPOracle], seed: int) -> None:
     plain = LLM(str(oracle.folder), **OPTIONS)  # type: ignore[arg-type]
     llm = LLM(str(oracle.folder), **(OPTIONS | tight_options(pick, plain)))  # type: ignore[arg-type]
     engine = llm.engine
-    engine._grammars = plain.engine._grammars = Reading()  # type: ignore[assignment]
+    engine.incoming.grammars = plain.engine.incoming.grammars = Reading()  # type: ignore[assignment]
     engine.runner.asynchronous = asynchronous
     watch = None if asynchronous else Watch(llm)
     texts = [pick.integers(0, 160, 200).tolist()]

@@ -69,6 +69,8 @@ def test_names_are_checked_at_the_door(field: str, value: Any):
         engine.add_request(prompt_token_ids=T[:9], params=PARAMS, **options)
     assert refused.value.field == field
     longest = {"request_id": "long", field: "é" * 1024}
+    engine.unload_adapter("a")
+    engine.load_adapter("é" * 1024, "")
     engine.add_request(prompt_token_ids=T[:9], params=PARAMS, **longest)
     events = run(engine)
     check_others(events)
@@ -101,7 +103,7 @@ def test_of_a_request_that_fails_at_the_door_nothing_is_left(monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr("megatron_hybrid.engine.engine.stream_seed", fail)
+        patched.setattr("megatron_hybrid.engine.incoming.stream_seed", fail)
         with pytest.raises(MemoryError):
             engine.add_request("bad", T[:9], SamplingParams(n=2))
     engine.add_request("bad", T[:9], PARAMS)
@@ -147,7 +149,7 @@ class BadGrammars:
 @pytest.mark.parametrize("name", ["compute_bitmask", "consume_token", "is_stopped", "is_error"])
 def test_a_grammar_that_raises_ends_its_answer_with_an_error(name, monkeypatch):
     engine = make_engine()
-    engine._grammars = BadGrammars(name)
+    engine.incoming.grammars = BadGrammars(name)
     adjustments, launch = LogitAdjustments(engine.context.rows, None), engine.runner.launch
 
     def ask_and_launch(plan, agreed=None):
@@ -172,7 +174,7 @@ def test_a_grammar_that_raises_ends_its_answer_with_an_error(name, monkeypatch):
 
 def test_no_end_of_the_answer_hides_that_its_grammar_has_failed():
     engine = make_engine(eos=tuple(range(VOCAB)))
-    engine._grammars = BadGrammars("consume_token", at=1)
+    engine.incoming.grammars = BadGrammars("consume_token", at=1)
     engine.add_request("bad", T[:9], replace(GRAMMAR, ignore_eos=False))
     (event,) = run(engine)["bad"]
     assert event.finish_reason is FinishReason.ERROR and event.stop_token_id is None

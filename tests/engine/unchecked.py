@@ -42,6 +42,9 @@ class UncheckedRunner:
     def update_weights(self, source: WeightsSource) -> frozenset[str]:
         return frozenset()
 
+    def load_adapter(self, slot: int | None, source: WeightsSource, config: object) -> str:
+        return ""
+
 
 def make_engine(
     *,

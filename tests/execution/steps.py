@@ -110,6 +110,7 @@ class Steps:
             resumed=[ResumedRow(row, None, slot) for row, slot in resumed],
             copies=[TailCopy(*copy) for copy in copies],
             catch_ups=list(catch_ups),
+            adapters=bool(self.rows.adapter.any()),
         )
         rows, sampled, who = self.rows, plan.sampled_rows, plan.decode_rows
         if drafts is not None:

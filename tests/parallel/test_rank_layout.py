@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_hybrid import EngineConfig
-from megatron_hybrid.engine.build import resolve_device
+from megatron_hybrid.engine.choices import resolve_device
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.rank_layout import ParallelSizes, RankLayout
 

@@ -14,9 +14,9 @@ PACKAGE = "megatron_hybrid"
 ROOMS = """
     errors values request request_checks reference_model
     cache kv_events
-    flag_names settings rank_layout config arguments
+    flag_names settings rank_layout batch_invariant_flags config arguments
     memory kernels parallel layers
-    models models.families models.checkpoints
+    models models.families models.checkpoints models.adapters
     weight_transfer
     disaggregation
     text execution engine

@@ -29,7 +29,7 @@ import torch
 from bench.measurements import Figures
 from bench.workloads import DECODES, LONG_PROMPTS, Workload
 from megatron_hybrid import EngineConfig
-from megatron_hybrid.engine.build import resolve_device
+from megatron_hybrid.engine.choices import resolve_device
 from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.models.blocks import Block
 from megatron_hybrid.models.checkpoints.folder import ModelFolder

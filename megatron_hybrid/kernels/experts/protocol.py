@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.linear.formats import Weight
+from megatron_hybrid.kernels.lora.protocol import AdapterWeights
 from megatron_hybrid.kernels.protocols import Inputs, Reader
 
 
@@ -41,6 +42,19 @@ class SharedResult(NamedTuple):
 
 
 Shared = SharedExpert | SharedResult
+
+
+class ExpertAdapters(NamedTuple):
+    """What adapters add to a layer's experts, each of which is a copy: see AdapterWeights."""
+
+    slots: Tensor  # [tokens]
+    up: AdapterWeights
+    down: AdapterWeights
+
+    def of_expert(self, tokens: Tensor, expert: int) -> Tensor:
+        """Of these tokens [n] the slots [n] of an expert's adapters."""
+        slots = self.slots.index_select(0, tokens).long()
+        return ((slots - 1) * self.up.copies + expert + 1).masked_fill(slots == 0, 0)
 
 
 class Router(NamedTuple):
@@ -139,6 +153,17 @@ class Experts(Protocol):
         shared: Shared | None = None,
     ) -> Tensor | Unsummed:
         """`mix`, or what it is the sum of, for a norm that adds it up."""
+
+    def mix_adapted(
+        self,
+        x: Inputs,
+        experts: Tensor,
+        weights: Tensor,
+        layer: ExpertWeights,
+        adapters: ExpertAdapters,
+    ) -> Tensor:
+        """`mix` without a shared MLP; to the products with up[e] and down[e] what an adapter adds
+        to expert e."""
 
     def add_shared(self, routed: Tensor, shared: SharedResult, x: Tensor) -> Tensor:
         """routed + sigmoid(x gate^T) * values, all [tokens, width], x contiguous; without a gate

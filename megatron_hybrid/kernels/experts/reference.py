@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_hybrid.kernels.activation.reference import activate
 from megatron_hybrid.kernels.elementwise import sigmoid
 from megatron_hybrid.kernels.experts.protocol import (
+    ExpertAdapters,
     ExpertWeights,
     Router,
     Shared,
@@ -18,6 +19,7 @@ from megatron_hybrid.kernels.experts.protocol import (
 )
 from megatron_hybrid.kernels.linear.formats import Weight
 from megatron_hybrid.kernels.linear.reference import multiply, plain_rows
+from megatron_hybrid.kernels.lora import reference as lora
 from megatron_hybrid.kernels.protocols import Inputs
 
 # As in Linear, without a bias.
@@ -76,8 +78,10 @@ def mix(
     layer: ExpertWeights,
     shared: Shared | None = None,
     product: Product = multiply,
+    adapters: ExpertAdapters | None = None,
+    add: Callable[..., None] = lora.add,
 ) -> Tensor:
-    """As in Experts."""
+    """As in Experts; with `adapters` `mix_adapted`, and `add`: of Lora."""
     x, chosen = plain_rows(x), experts.shape[1]
     flat = experts.flatten()
     order = flat.argsort(stable=True)
@@ -87,8 +91,14 @@ def mix(
     outputs = torch.zeros_like(inputs)
     for expert, begin, end in _ranges(flat, layer.up.shape[0]):
         up = product(inputs[begin:end], weight_of(layer.up, expert))
+        if adapters is not None:
+            slots = adapters.of_expert(tokens[begin:end], expert)
+            add(up, inputs[begin:end], adapters.up, slots)
         hidden = plain_rows(activate(up, layer.activation, layer.gated))
-        outputs[begin:end] = product(hidden, weight_of(layer.down, expert))
+        down = product(hidden, weight_of(layer.down, expert))
+        if adapters is not None:
+            add(down, hidden, adapters.down, slots)
+        outputs[begin:end] = down
     routed = torch.zeros_like(x).index_add_(0, tokens, outputs.mul_(share))
     if shared is None:
         return routed
@@ -97,6 +107,17 @@ def mix(
 
 
 mix_parts = mix
+
+
+def mix_adapted(
+    x: Inputs,
+    experts: Tensor,
+    weights: Tensor,
+    layer: ExpertWeights,
+    adapters: ExpertAdapters,
+) -> Tensor:
+    """As in Experts."""
+    return mix(x, experts, weights, layer, adapters=adapters)
 
 
 def add_shared(

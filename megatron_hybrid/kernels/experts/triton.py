@@ -30,12 +30,14 @@ from megatron_hybrid.kernels.experts import (
     few,
     fp4_few,
     fp4_rows,
+    triton_adapted,
     triton_few,
     triton_prompts,
     triton_quantized,
 )
 from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated, group
 from megatron_hybrid.kernels.experts.protocol import (
+    ExpertAdapters,
     ExpertWeights,
     Shared,
     SharedExpert,
@@ -143,6 +145,18 @@ def mix_parts(
     if isinstance(shared, SharedResult):
         return add_shared(few.mix(plain, experts, weights, layer), shared, plain)
     return few.mix(plain, experts, weights, layer, shared)
+
+
+def mix_adapted(
+    x: Inputs,
+    experts: Tensor,
+    weights: Tensor,
+    layer: ExpertWeights,
+    adapters: ExpertAdapters,
+) -> Tensor:
+    """As in Experts; quantised weights are written out."""
+    up, down = (plain_weight(weight, plain_rows(x).dtype) for weight in (layer.up, layer.down))
+    return triton_adapted.mix(x, experts, weights, layer._replace(up=up, down=down), adapters)
 
 
 def _mix_quantized(

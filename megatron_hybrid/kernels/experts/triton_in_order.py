@@ -34,6 +34,9 @@ from megatron_hybrid.kernels.experts.triton import (
     plain_weight,
 )
 from megatron_hybrid.kernels.experts.triton import add_shared as add_shared
+
+# --lora-experts is refused in this mode.
+from megatron_hybrid.kernels.experts.triton import mix_adapted as mix_adapted
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.protocols import Inputs

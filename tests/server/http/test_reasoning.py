@@ -520,7 +520,7 @@ def test_a_models_thoughts_end_at_their_budget(tmp_path: Path, drafts: int) -> N
             for choice in answer["choices"]:
                 ids = choice["token_ids"]
                 assert ids[: budget + len(close)] == plain[:budget] + close
-                thoughts = running.engine._grammars.reader()(plain[:budget])
+                thoughts = running.engine.incoming.grammars.reader()(plain[:budget])
                 assert (choice["message"].get("reasoning") or "") == thoughts.strip()
             thinking = answer["usage"][DETAILS]["reasoning_tokens"]
             assert thinking == 2 * (budget + len(close))
