@@ -99,7 +99,8 @@ def test_engines_answer_as_on_a_cpu(family: str, tmp_path: Path) -> None:
             str(tmp_path), enable_lora=True, max_loras=3, max_lora_rank=8, dtype="float32",
             lora_experts=with_experts, inference_dynamic_batching_block_size=16,
             inference_dynamic_batching_max_requests=8,
-            inference_dynamic_batching_buffer_size_gb=0.05, **options,
+            inference_dynamic_batching_buffer_size_gb=0.05,
+            inference_dynamic_batching_prefix_caching_mamba_gb=0.05, **options,
         )  # fmt: skip
         model = llm.engine.runner._model  # type: ignore[attr-defined]
         for i in range(3):

@@ -21,7 +21,7 @@ from megatron_hybrid.kernels.experts.pairs import Groups
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.lora.protocol import AdapterWeights
 
-_DEPTH = 128  # columns at once
+_DEPTH = 256  # columns at once, or half of them where more would not fit
 _SHARE = 512  # columns of a program, at least
 _MOST_SPLITS = 16
 _FEWEST_TOKENS, _MOST_TOKENS = 16, 64  # of a tile
@@ -76,18 +76,25 @@ def _launch(
         copies, order, blocks = weights.copies, groups.order, groups.blocks
     share = share_of(columns)
     splits, total = cdiv(columns, share), len(y)
+    width = max(16, next_power_of_2(span))
+    depth = _DEPTH if tile + width <= _MOST_TOKENS else _DEPTH // 2
     partial = torch.empty(splits, total, low, dtype=torch.float32, device=x.device)
     _shrink_kernel[(splits, tiles * (low // span), count // copies)](
         x, weights.a, slots, partial, order, blocks, tiles, total, columns, low, span, share,
-        x.stride(0), copies, chosen, each, tile, max(16, next_power_of_2(span)), _DEPTH,
+        x.stride(0), copies, chosen, each, tile, width, depth,
         num_warps=4, **OPTIONS,
     )  # fmt: skip
-    height = 64 if rows < 8192 else 128
+    height = _height(rows)
     _expand_kernel[(cdiv(rows, height), tiles, count // copies)](
         y, weights.b, weights.roles, slots, partial, order, blocks, tiles, total, rows, low, rank,
         y.stride(0), copies, chosen, splits, tile, height, max(16, next_power_of_2(rank)),
         num_warps=4, **OPTIONS,
     )  # fmt: skip
+
+
+def _height(rows: int) -> int:
+    """Of what a program expands: each of them adds up all shares of the columns."""
+    return 64 if rows < 8192 else 128
 
 
 def share_of(columns: int) -> int:
