@@ -250,7 +250,7 @@ class LLM:
         can't be."""
         if level not in (1, 2):
             raise InvalidRequestError("level", f"level is {show(level)}; it can be 1 or 2.")
-        was_paused = self.engine.is_paused
+        was_paused = self.engine.pause_mode is not None
         if not was_paused:
             self.pause("keep")
         try:
@@ -278,7 +278,7 @@ class LLM:
         weights; None: their epoch. Raises WeightsError, and changes nothing, for weights that
         do not fit; WeightsLostError when they could be copied only in part: make a new LLM then.
         """
-        was_paused = self.engine.is_paused
+        was_paused = self.engine.pause_mode is not None
         if mode is not None or not was_paused:
             self.pause(mode or "finish")
         try:

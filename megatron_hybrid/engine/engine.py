@@ -356,6 +356,11 @@ class DynamicInferenceEngine:
         return self.scheduler.pause_mode is not None or self.scheduler.is_held
 
     @property
+    def pause_mode(self) -> str | None:
+        """Of the pause that holds; None: there is none, though the engine may sleep."""
+        return self.scheduler.pause_mode
+
+    @property
     def is_quiet(self) -> bool:
         """Whether nothing is computed until something is asked of the engine: no step is in
         flight, and every event was handed out. A pause has come to rest then."""

@@ -343,6 +343,10 @@ class FakeEngine(DynamicInferenceEngine):
         return self._pause is not None or bool(self._asleep)
 
     @property
+    def pause_mode(self) -> str | None:
+        return self._pause
+
+    @property
     def is_quiet(self) -> bool:
         return not self.has_work()
 

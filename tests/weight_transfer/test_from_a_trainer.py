@@ -25,6 +25,7 @@ from tests.tiny_models import make_tiny_model
 FLAGS = (
     "--port", "0", "--device", "cpu", "--inference-dynamic-batching-buffer-size-gb", "0.02",
     "--inference-dynamic-batching-block-size", "16", "--weight-transfer-timeout", "20",
+    "--enable-sleep-mode",
 )  # fmt: skip
 PROMPT = list(range(3, 60))
 Weights = dict[str, Tensor]
@@ -39,9 +40,10 @@ class Server:
         self.folders = folders
         self.expected = [answer_of(one) for one in folders]
 
-    def send(self, path: str, body: dict[str, Any], timeout: float = 60) -> Any:
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+    def send(self, path: str, body: dict[str, Any] | None, timeout: float = 60) -> Any:
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers, method="POST")
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             return json.load(answer)
 
@@ -244,3 +246,34 @@ def test_an_update_in_pieces_holds_requests_until_it_is_finished(
     assert late == [server.expected[1]]
     status, words = server.refused("/finish_weight_update", {})
     assert status == 400 and "has begun" in words
+
+
+def test_a_trainer_has_the_memory_meanwhile(server: Server, sender: WeightSender) -> None:
+    """In slime's order: pauses and updates come while the caches' memory is given back."""
+    assert server.tokens() == server.expected[0]
+    server.send("/release_memory_occupation", {})
+    late: list[list[int]] = []
+    thread = threading.Thread(target=lambda: late.append(server.tokens()))
+    thread.start()
+    status, words = server.refused("/update_weights", {"path": str(server.folders[1])})
+    assert status == 400 and "wake the weights up first" in words
+    server.send("/resume_memory_occupation", {"tags": ["weights"]})
+    server.send("/pause_generation", {})
+    urllib.request.urlopen(f"{server.url}/flush_cache", timeout=30).close()
+    sender.send(server.weights[1], "b")
+    server.send("/continue_generation", {})
+    assert not late
+    server.send("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+    thread.join(30)
+    assert late == [server.expected[1]]
+
+
+def test_weights_that_were_kept_are_there_again(server: Server) -> None:
+    assert server.send("/sleep?level=1", None)["status"] == "ok"
+    with urllib.request.urlopen(f"{server.url}/is_sleeping", timeout=30) as answer:
+        assert json.load(answer) == {"is_sleeping": True}
+    assert server.send("/wake_up?tags=weights&tags=kv_cache", None)["status"] == "ok"
+    assert server.tokens() == server.expected[0]
+    first = server.answer()["usage"]["prompt_tokens_details"]
+    assert first["cached_tokens"] == len(PROMPT)
+    assert server.refused("/wake_up?tags=everything", {})[0] == 400

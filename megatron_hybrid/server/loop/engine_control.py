@@ -112,10 +112,11 @@ class EngineControl:
     def _await_rest(self, client: bytes, query: wire.ControlQuery) -> None:
         if self._job is not None:
             raise _Conflict(f"{_words(self._job.query)} are being waited for already.")
-        was_paused = self.engine.is_paused
-        mode = getattr(query, "mode", "keep")  # groups come and go between two steps
+        was_paused = self.engine.pause_mode is not None
+        # What has no mode, such as groups that come and go, is done between two steps.
+        mode, usual = getattr(query, "mode", ""), "finish" if hasattr(query, "mode") else "keep"
         if mode or not was_paused:
-            self.engine.pause(mode or "finish")
+            self.engine.pause(mode or usual)
         self._job = _Job(client, query, was_paused)
 
     def _do(self, job: _Job) -> None:
