@@ -12,6 +12,7 @@ A request keeps the adapter that it began with: its cached tokens are that one's
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_hybrid.errors import InvalidRequestError, WeightsError
@@ -21,11 +22,13 @@ from megatron_hybrid.values import show, validate_text
 
 
 class Adapter(NamedTuple):
-    """`digest`: of its weights: what is cached under a name belongs to them."""
+    """`digest`: of its weights: what is cached under a name belongs to them. `folder`: where they
+    were read; "": they came as tensors."""
 
     name: str = ""
     slot: int = 0
     digest: str = ""
+    folder: str = ""
 
     @property
     def key(self) -> str:
@@ -49,6 +52,11 @@ class Adapters:
     def names(self) -> list[str]:
         """Those that requests may have."""
         return list(self._by_name)
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """Of each the folder that it was read from."""
+        return {name: adapter.folder for name, adapter in self._by_name.items()}
 
     def find(self, name: str) -> Adapter:
         """Of a request; "" stands for none. Raises InvalidRequestError for an unknown name."""
@@ -89,7 +97,8 @@ class Adapters:
                 del self._by_name[name]
             raise
         assert free is not None
-        self._by_name[name] = Adapter(name, free, digest)
+        folder = str(source) if isinstance(source, str | Path) else ""
+        self._by_name[name] = Adapter(name, free, digest, folder)
 
     def unload(self, name: str) -> None:
         """See DynamicInferenceEngine.unload_adapter."""

@@ -414,6 +414,11 @@ class DynamicInferenceEngine:
         """Names that requests may give."""
         return self._adapters.names
 
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """By name, the folder that each was read from; "": it came as tensors."""
+        return self._adapters.folders
+
     def load_adapter(
         self, name: str, source: WeightsSource, config: Mapping[str, Any] | None = None
     ) -> None:

@@ -44,6 +44,11 @@ CONTROL_PATHS = (
     "/release_kv_cache_memory",
     "/release_memory_occupation",
     "/resume_memory_occupation",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/load_lora_adapter",
+    "/unload_lora_adapter",
+    "/load_lora_adapter_from_tensors",
     "/reset_prefix_cache",
     "/flush_cache",
 )

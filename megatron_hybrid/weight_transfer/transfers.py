@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from megatron_hybrid.errors import WeightsError
 from megatron_hybrid.models.checkpoints.sent_tensors import SentTensors
@@ -84,6 +85,17 @@ class WeightTransfers:
                     raise WeightsError(refused)
                 else:
                     yield path
+
+    def all_of(self, wanted: wire.Source) -> dict[str, Tensor]:
+        """Copies of all tensors that come. Raises WeightsError."""
+        found: dict[str, Tensor] = {}
+        for sent in self.sources(wanted):
+            if isinstance(sent, str):
+                raise WeightsError(f"{sent} is a folder, of which nothing is sent.")
+            for name in sent.arrivals():
+                found[name] = sent.held[name].clone()
+                sent.drop(name)
+        return found
 
     def _sent(self, wanted: wire.FromGroup) -> SentTensors:
         known = self._groups.get(wanted.group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +53,7 @@ class Added(NamedTuple):
     cache_checkpoints: tuple[int, ...]
     message_ends: tuple[int, ...]
     prefilled_by: str
+    adapter: str = ""
 
 
 @dataclass
@@ -106,6 +107,10 @@ class FakeTrainer:
     def close(self, name: str) -> bool:
         self.log.append(f"close {name}")
         return name == "known"
+
+    def all_of(self, wanted: Any) -> dict[str, Any]:
+        self.log.append(wanted)
+        return {}
 
     def sources(self, wanted: Any) -> Iterator[Any]:
         self.log.append(wanted)
@@ -184,6 +189,7 @@ class FakeEngine(DynamicInferenceEngine):
         self._pause: str | None = None
         self._epoch = 0
         self._asleep: set[str] = set()
+        self._adapter_folders: dict[str, str] = {}
         self.weights: Any = FakeWeights(self)
         self.transfers = FakeTransfers()
         self.context: Any = SimpleNamespace(transfers=self.transfers)
@@ -208,6 +214,8 @@ class FakeEngine(DynamicInferenceEngine):
         validate_cache_checkpoints(cache_checkpoints, len(prompt_token_ids))
         if any(known == request_id for known, _ in self._running):
             raise InvalidRequestError("request_id", f"request_id {request_id!r} is in use.")
+        if adapter and adapter not in self._adapter_folders:
+            raise InvalidRequestError("adapter", f"Adapter {adapter!r} is not loaded.", 404)
         prompt = list(prompt_token_ids)
         room = self.max_seq_length - len(prompt)
         max_tokens = room if params.max_tokens is None else params.max_tokens
@@ -236,6 +244,7 @@ class FakeEngine(DynamicInferenceEngine):
                 tuple(cache_checkpoints),
                 tuple(message_ends),
                 prefilled_by,
+                adapter,
             )
         )
 
@@ -390,6 +399,27 @@ class FakeEngine(DynamicInferenceEngine):
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         self.log.append(f"wake {' '.join(tags or ())}")
         self._asleep -= set(tags or ())
+
+    @property
+    def adapters(self) -> list[str]:
+        return list(self._adapter_folders)
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        return dict(self._adapter_folders)
+
+    def load_adapter(self, name: str, source: Any, config: Mapping[str, Any] | None = None) -> None:
+        folder = Path(source).name if isinstance(source, str) else ""
+        self.log.append(f"load {name} {folder}")
+        if folder == "wrong":
+            raise WeightsError("Adapter wrong has no lora_A.")
+        self._adapter_folders[name] = folder
+
+    def unload_adapter(self, name: str) -> None:
+        if name not in self._adapter_folders:
+            raise InvalidRequestError("adapter", f"Adapter {name!r} is not loaded.", 404)
+        self.log.append(f"unload {name}")
+        del self._adapter_folders[name]
 
     def come_to_rest(self) -> None:
         pass

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_hybrid import LLM, SamplingParams
@@ -25,7 +25,7 @@ from tests.tiny_models import make_tiny_model
 FLAGS = (
     "--port", "0", "--device", "cpu", "--inference-dynamic-batching-buffer-size-gb", "0.02",
     "--inference-dynamic-batching-block-size", "16", "--weight-transfer-timeout", "20",
-    "--enable-sleep-mode",
+    "--enable-sleep-mode", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8",
 )  # fmt: skip
 PROMPT = list(range(3, 60))
 Weights = dict[str, Tensor]
@@ -38,6 +38,7 @@ class Server:
         self.url = process.url
         self.weights: list[Weights] = [load_file(one / "model.safetensors") for one in folders]
         self.folders = folders
+        self.model = str(folders[0])
         self.expected = [answer_of(one) for one in folders]
 
     def send(self, path: str, body: dict[str, Any] | None, timeout: float = 60) -> Any:
@@ -63,15 +64,36 @@ class Server:
         return tokens
 
 
-def answer_of(folder: Path) -> list[int]:
+def answer_of(folder: Path, adapter: Path | None = None) -> list[int]:
     llm = LLM(
         str(folder),
         device="cpu",
         inference_dynamic_batching_buffer_size_gb=0.02,
         inference_dynamic_batching_block_size=16,
+        enable_lora=adapter is not None,
     )
+    if adapter is not None:
+        llm.load_adapter("own", adapter)
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    return llm.generate([PROMPT], params, progress=False)[0].token_ids
+    name = "" if adapter is None else "own"
+    return llm.generate([PROMPT], params, adapter=name, progress=False)[0].token_ids
+
+
+def write_adapter(folder: Path, weights: Weights) -> Path:
+    """A folder as PEFT's, of what attention projects."""
+    generator, tensors = torch.Generator().manual_seed(5), dict[str, Tensor]()
+    for name, weight in weights.items():
+        if "_proj" in name and "self_attn" in name:
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            rows, columns = weight.shape
+            tensors[f"{module}.lora_A.weight"] = torch.randn(4, columns, generator=generator)
+            tensors[f"{module}.lora_B.weight"] = torch.randn(rows, 4, generator=generator)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    kinds = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": kinds}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -277,3 +299,21 @@ def test_weights_that_were_kept_are_there_again(server: Server) -> None:
     first = server.answer()["usage"]["prompt_tokens_details"]
     assert first["cached_tokens"] == len(PROMPT)
     assert server.refused("/wake_up?tags=everything", {})[0] == 400
+
+
+def test_an_adapter_that_a_trainer_has_written(server: Server) -> None:
+    folder = write_adapter(server.folders[1] / "adapter", server.weights[0])
+    body = {"lora_name": "own", "lora_path": str(folder)}
+    assert server.send("/load_lora_adapter", body)["loaded_adapters"] == {"own": str(folder)}
+    adapted = answer_of(server.folders[0], folder)
+    assert adapted != server.expected[0]
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(server.answer, model=name) for name in ("own", server.model)]
+        tokens = [one.result(30)["choices"][0]["token_ids"] for one in both]
+    assert tokens == [adapted, server.expected[0]]
+    again = server.answer(model="own")
+    assert again["model"] == "own" and again["choices"][0]["token_ids"] == adapted
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == len(PROMPT)
+    server.send("/unload_lora_adapter", {"lora_name": "own"})
+    status, words = server.refused("/v1/completions", {"prompt": "x", "model": "own"})
+    assert status == 404 and "'own'" in words

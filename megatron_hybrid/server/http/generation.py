@@ -101,7 +101,7 @@ class Generation:
         self.request_id = request_id
         self.created = int(time.time())
         self._client, self._options = serving.client, serving.options
-        self.model = serving.options.model_name
+        self.model = request.adapter or serving.options.model_name
         self.wanted = request
         self._disconnected = disconnected
         self._arrived = arrived
@@ -161,6 +161,7 @@ class Generation:
                     prefilled_by=request.prefilled_by,
                     prefilling=request.prefilling,
                     called=request.called,
+                    adapter=request.adapter,
                 )
             )
         self.submitted = time.monotonic() - self._arrived
@@ -168,7 +169,10 @@ class Generation:
         longest_asked = [one.params.max_tokens for one in each]
         known = [tokens for tokens in longest_asked if tokens is not None]
         most = max(known) if len(known) == len(each) else None
-        wanted = wire.Wanted(self.request_id, packed, n, most, self.wanted.cache_salt)
+        # What is cached for another adapter is of no use.
+        apart = f"{self.wanted.adapter}/{self.wanted.cache_salt}"
+        salt = apart if self.wanted.adapter else self.wanted.cache_salt
+        wanted = wire.Wanted(self.request_id, packed, n, most, salt)
         self._submit(self._client.place(wanted))
 
     def _submit(self, placement: Placement) -> None:

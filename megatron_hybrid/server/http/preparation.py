@@ -125,10 +125,10 @@ class Preparation:
 
     def _prepared(self, request: Chat, engine: EngineReady, caller: Caller) -> PreparedChat:
         """A chat in whichever form it came."""
-        self._check_model(request.generation.model)
-        params = self.tool_calling.params(request.tools, request.generation.params)
+        own = self._of_model(request.generation, engine)
+        params = self.tool_calling.params(request.tools, own.params)
         params.validate()  # once more, with what holds it to calls
-        wanted = self._in_token_ids(replace(request.generation, params=params))
+        wanted = self._in_token_ids(replace(own, params=params))
         wanted = _salted(wanted, caller)
         keys = ChatKeys(wanted.cache_salt, request.messages)
         encoded = self._encode_chat(request, keys, engine, request.field, request.marks)
@@ -156,7 +156,7 @@ class Preparation:
         """Of /v1/messages/count_tokens; the answer's body."""
         later = self._takes_later_system
         prompt, asked = parse_count_tokens(parse_body(body), self.options, later_system=later)
-        self._check_model(asked.model)
+        self._adapter(asked.model, engine)
         keys = ChatKeys(caller.salt_for(asked.cache_salt or ""), prompt.messages)
         tokens = self._encode_chat(prompt, keys, engine).token_ids
         return json.encode({"input_tokens": len(tokens)})
@@ -184,8 +184,8 @@ class Preparation:
     ) -> PreparedCompletion:
         """Of /v1/completions."""
         request = parse_completion(parse_body(body), self.options)
-        self._check_model(request.generation.model)
-        wanted = _salted(self._in_token_ids(request.generation), caller)
+        own = self._of_model(request.generation, engine)
+        wanted = _salted(self._in_token_ids(own), caller)
         prompts = []
         for number, given in enumerate(request.prompts):
             prompt = self._encode("prompt", given, engine) if isinstance(given, str) else given
@@ -200,7 +200,7 @@ class Preparation:
     def score(self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY) -> PreparedScores:
         """Of /score_tokens."""
         request = parse_score(parse_body(body), self.options)
-        self._check_model(request.generation.model)
+        own = self._of_model(request.generation, engine)
         prompt, answers = request.prompt, list[list[int]]()
         if isinstance(prompt, str):
             prompt = self._encode("prompt", prompt, engine)
@@ -227,7 +227,7 @@ class Preparation:
         ]
         params = params_behind(len(prompt), request.top_logprobs or 0)
         kept = kept_at(len(prompt))
-        wanted = replace(request.generation, params=params, cache_checkpoints=kept)
+        wanted = replace(own, params=params, cache_checkpoints=kept)
         return PreparedScores(
             _salted(wanted, caller), prompts, len(prompt), request.top_logprobs is not None
         )
@@ -237,7 +237,10 @@ class Preparation:
     ) -> PreparedGenerate:
         """Of /generate."""
         asked = parse_generate(parse_body(body), self.options)
-        self._check_model(asked.model)
+        for one in asked.prompts:
+            if (name := one.generation.adapter) and name not in engine.adapters:
+                words = f"lora_path is {name!r}, of which no adapter is loaded."
+                raise InvalidRequestError("lora_path", words)
         prompts = [self._in_tokens(one, engine, caller) for one in asked.prompts]
         return PreparedGenerate(prompts, asked.form)
 
@@ -246,7 +249,6 @@ class Preparation:
     ) -> PreparedInference:
         """Of /inference/v1/generate."""
         asked = parse_inference(parse_body(body), self.options)
-        self._check_model(asked.model)
         prompt = self._in_tokens(asked.prompt, engine, caller)
         return PreparedInference([prompt], asked.with_prompt)
 
@@ -256,7 +258,8 @@ class Preparation:
         if isinstance(prompt, str):
             prompt = self._encode(field, prompt, engine)
         with asked.words.used():
-            wanted = _salted(self._in_token_ids(asked.generation), caller)
+            own = self._of_model(asked.generation, engine)
+            wanted = _salted(self._in_token_ids(own), caller)
             token_ids = self._checked(field, prompt, wanted, engine)
             form, begins = self.reasoning, Opening.CONTENT
             if form is not None and wanted.params.thinking_token_budget is not None:
@@ -292,13 +295,22 @@ class Preparation:
             validate_prompt(tokens, engine.vocab_size, most + 1, "tokens")
         return json.encode({"prompt": self.tokenizer.decode(tokens, skip_special_tokens=False)})
 
-    def _check_model(self, name: str | None) -> None:
-        """Raise UnknownModel unless it is the one that is served, or none."""
-        if name not in (None, *self.options.model_names, self.options.tokenizer_folder):
-            raise UnknownModel(
-                f"The model {name!r} is not served here; this server has "
-                f"{self.options.model_name!r}."
-            )
+    def _adapter(self, name: str | None, engine: EngineReady) -> str:
+        """The adapter that is asked for as the model, "" for none. Raises UnknownModel for a name
+        of neither."""
+        if name in (None, *self.options.model_names, self.options.tokenizer_folder):
+            return ""
+        if name in engine.adapters:
+            return str(name)
+        known = ", ".join(map(repr, (self.options.model_name, *engine.adapters)))
+        raise UnknownModel(f"The model {name!r} is not served here; this server has {known}.")
+
+    def _of_model(self, request: GenerationRequest, engine: EngineReady) -> GenerationRequest:
+        """With the adapter that its model stands for, unless it names one itself."""
+        if request.adapter:
+            self._adapter(request.adapter, engine)
+            return request
+        return replace(request, adapter=self._adapter(request.model, engine))
 
     def _in_token_ids(self, request: GenerationRequest) -> GenerationRequest:
         """With texts that the engine has to know in its own terms."""

@@ -9,6 +9,7 @@ from typing import Any
 from flask import Flask, Response, g
 
 from megatron_hybrid import __version__
+from megatron_hybrid.server.http.adapters import install as install_adapters
 from megatron_hybrid.server.http.answering import answered, request_body, small_body
 from megatron_hybrid.server.http.chat import ChatAnswers
 from megatron_hybrid.server.http.completions import CompletionAnswers
@@ -41,6 +42,7 @@ def install(app: Flask, serving: Serving) -> None:
     install_for_routers(app, serving)
     install_weights(app, serving)
     install_sleeping(app, serving)
+    install_adapters(app, serving)
 
 
 def _install_answers(app: Flask, serving: Serving) -> None:
@@ -65,14 +67,24 @@ def _install_answers(app: Flask, serving: Serving) -> None:
     @app.get("/v1/models")
     def models() -> Response:
         names = serving.options.model_names
-        pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return json_response({"object": "list", "data": [*map(card, names)], **pages})
+        pages = {"has_more": False, "first_id": names[0], "last_id": [*names, *adapters()][-1]}
+        data = [*map(card, names), *map(adapter_card, adapters())]
+        return json_response({"object": "list", "data": data, **pages})
 
     @app.get("/v1/models/<path:name>")
     def model(name: str) -> Response:
+        if name in adapters():
+            return json_response(adapter_card(name))
         if name not in serving.options.model_names:
             raise UnknownModel(f"The model {name!r} is not served here.")
         return json_response(card(name))
+
+    def adapters() -> dict[str, str]:
+        ready = serving.client.ready
+        return {} if ready is None else ready.adapters
+
+    def adapter_card(name: str) -> dict[str, Any]:
+        return {**card(name), "root": adapters()[name], "parent": serving.options.model_name}
 
     def card(name: str) -> dict[str, Any]:
         ready = serving.client.ready

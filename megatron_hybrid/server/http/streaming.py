@@ -123,7 +123,7 @@ class ChunkAnswers(Answers):
             "id": generation.request_id,
             "object": name,
             "created": generation.created,
-            "model": serving.options.model_name,
+            "model": generation.model,
         }
         self._end = b',"usage":null}\n\n' if wanted.include_usage else b"}\n\n"
 

@@ -243,7 +243,7 @@ def _install_sglang(app: Flask, control: Control) -> None:
         wanted = control.body(bodies.FromTensorRequest)
         check_from_here()
         field = "serialized_named_tensors"
-        pickled = tuple(_base64(one, field) for one in wanted.serialized_named_tensors)
+        pickled = tuple(read_base64(one, field) for one in wanted.serialized_named_tensors)
         source = FromHandles(pickled, in_one=wanted.load_format is not None)
         return _succeeded(control.update(source, wanted.weight_version, field))
 
@@ -323,7 +323,7 @@ def _from_update_info(info: dict[str, Any] | list[dict[str, Any]]) -> Source:
         return FromGroup(VLLM_GROUP, tensors, chunk_bytes=_chunk_bytes(first))
     check_from_here()
     field = "update_info.ipc_handles_pickled"
-    handles = tuple(_base64(one or "", field) for one in pickled)
+    handles = tuple(read_base64(one or "", field) for one in pickled)
     return FromHandles(handles, in_one=first.tensor_sizes is not None, tensors=tensors)
 
 
@@ -337,7 +337,8 @@ def _described(
     return Described(tuple(names), tuple(dtypes), tuple(map(tuple, shapes)))
 
 
-def _base64(text: str, field: str) -> bytes:
+def read_base64(text: str, field: str) -> bytes:
+    """Bytes of a field's text. Raises InvalidRequestError."""
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:

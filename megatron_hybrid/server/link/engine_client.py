@@ -11,6 +11,8 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from megatron_hybrid.errors import InvalidRequestError, RequestError
 from megatron_hybrid.request import RequestEvent
 from megatron_hybrid.server.link import messages as wire
@@ -215,6 +217,9 @@ class EngineClient:
                         answer.set_result(reply.values)
                     else:
                         answer.set_exception(QueryFailed(reply.error, reply.status))
+        elif isinstance(reply, wire.Adapters):
+            if self.ready is not None:
+                self.ready = replace(self.ready, adapters=reply.adapters)
         elif isinstance(reply, wire.Fingerprint):
             self.fingerprint = reply
         elif isinstance(reply, wire.EngineReady):

@@ -58,6 +58,7 @@ class AddRequest(Command, frozen=True):
     prefilled_by: str = ""
     prefilling: str = ""
     called: str = ""
+    adapter: str = ""
 
 
 class Prepared(Command, frozen=True):
@@ -158,6 +159,22 @@ class WakeUp(Query, frozen=True):
     tags: list[str]
 
 
+class LoadAdapter(Query, frozen=True):
+    """Let requests have an adapter by this name. `config`: what its adapter_config.json would say,
+    of one that is no folder. Unless `in_place`, refused for a name that there is already."""
+
+    name: str
+    source: weight_transfer.Source
+    config: dict[str, Any] | None = None
+    in_place: bool = False
+
+
+class UnloadAdapter(Query, frozen=True):
+    """No more requests have it; those that do go on to their end."""
+
+    name: str
+
+
 class OpenGroup(Query, frozen=True):
     """Make a group with a trainer, which does the same: answered when it has come about. Until then
     what runs stands still."""
@@ -244,7 +261,8 @@ NO_CACHE = CacheSizes()
 class EngineReady(Reply, frozen=True):
     """The answer to Join. `max_seq_length`: the longest prompt and answer together, and the flag
     that says so; `pid`: of the engine process; `max_queue`: answers that may wait;
-    `handover_address`: where it hands over what it computes of prompts; "": it answers itself."""
+    `handover_address`: where it hands over what it computes of prompts; "": it answers itself.
+    `adapters`: those that requests may have, and their folders."""
 
     max_seq_length: int
     vocab_size: int
@@ -254,6 +272,13 @@ class EngineReady(Reply, frozen=True):
     cache: CacheSizes = NO_CACHE
     max_seq_length_flag: str = CONTEXT_FLAG
     handover_address: str = ""
+    adapters: dict[str, str] = {}
+
+
+class Adapters(Reply, frozen=True):
+    """Those that requests may have from now on, and the folder of each: as EngineReady has them."""
+
+    adapters: dict[str, str]
 
 
 class Fingerprint(Reply, frozen=True):
@@ -309,12 +334,23 @@ class EngineEnded(Reply, frozen=True):
 
 
 WeightsQuery = UpdateWeights | BeginUpdate | FinishUpdate | NameWeights
-ControlQuery = Pause | Resume | WeightsQuery | OpenGroup | CloseGroup | Sleep | WakeUp
+AdapterQuery = LoadAdapter | UnloadAdapter
+ControlQuery = (
+    Pause | Resume | WeightsQuery | OpenGroup | CloseGroup | Sleep | WakeUp | AdapterQuery
+)
 AnyQuery = GetStats | AbortAnswers | AbortAll | ResetPrefixCache | ControlQuery
 AnyCommand = Join | Joined | Left | AddRequest | AbortRequest | AnyQuery
 CoordinatorCommand = Place | Moved | Started | Ended
 AnyReply = (
-    EngineReady | Fingerprint | Draining | Events | Refused | Result | Heartbeat | EngineEnded
+    EngineReady
+    | Adapters
+    | Fingerprint
+    | Draining
+    | Events
+    | Refused
+    | Result
+    | Heartbeat
+    | EngineEnded
 )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_hybrid.errors import RequestError, SleepError, WeightsError
+from megatron_hybrid.errors import InvalidRequestError, RequestError, SleepError, WeightsError
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.weight_transfer.requests import FromFolder, FromGroup, FromPrime
 
@@ -46,6 +46,7 @@ class EngineControl:
     engine: DynamicInferenceEngine
     send: Callable[[bytes, wire.Reply], None]
     tell_of_weights: Callable[[], None] = lambda: None
+    tell_of_adapters: Callable[[], None] = lambda: None
     _pauses: list[tuple[bytes, wire.Pause]] = field(default_factory=list)  # not answered yet
     _job: _Job | None = None
     _goes_on: bool = False  # when the update in several pieces is finished
@@ -141,7 +142,10 @@ class EngineControl:
             if engine.epoch != epoch:
                 name = engine.weights.fingerprint.short
                 logger.info("New weights are in place: epoch %d, %s.", engine.epoch, name)
-            self.tell_of_weights()
+            if isinstance(query, wire.AdapterQuery):
+                self.tell_of_adapters()
+            else:
+                self.tell_of_weights()
             self._succeed(client, query, values)
 
     def _done(self, query: wire.ControlQuery) -> dict[str, Any]:
@@ -166,11 +170,30 @@ class EngineControl:
                 self.engine.sleep(tags, query.keep_weights)
             case wire.WakeUp(tags=tags):
                 self.engine.wake_up(tags)
+            case wire.LoadAdapter(name=name):
+                self._load_adapter(query)
+                return {"adapters": self.engine.adapter_folders}
+            case wire.UnloadAdapter(name=name):
+                self.engine.unload_adapter(name)
+                return {"adapters": self.engine.adapter_folders}
             case wire.OpenGroup():
                 self._transfers().open(query.group)
             case wire.CloseGroup():
                 return {"closed": self._transfers().close(query.name)}
         return {}
+
+    def _load_adapter(self, query: wire.LoadAdapter) -> None:
+        if query.name in self.engine.adapters and not query.in_place:
+            raise InvalidRequestError(
+                "lora_name",
+                f"Adapter {query.name!r} is loaded already; load_inplace gives it new weights.",
+            )
+        source: Any
+        if isinstance(query.source, FromFolder):
+            source = query.source.path
+        else:
+            source = self._transfers().all_of(query.source)
+        self.engine.load_adapter(query.name, source, query.config)
 
     def _go_on(self, job: _Job, was_open: bool) -> None:
         """As it was before, unless an update has begun of which more pieces come."""
@@ -204,6 +227,8 @@ def _words(query: wire.ControlQuery) -> str:
             return f"New weights from group {group!r}"
         case wire.UpdateWeights():
             return "New weights from other processes' memory"
+        case wire.LoadAdapter(name=name) | wire.UnloadAdapter(name=name):
+            return f"Requests for adapter {name!r}"
         case wire.Sleep() | wire.WakeUp():
             return "The device's memory and its tenants"
         case wire.OpenGroup(group=group):

@@ -68,7 +68,10 @@ class EngineLoop:
             self.engine, self._send, self.max_queue, hands_over=bool(self.handover_address)
         )
         self._control = EngineControl(
-            self.engine, self._send, lambda: self._send_all(self._fingerprint())
+            self.engine,
+            self._send,
+            lambda: self._send_all(self._fingerprint()),
+            lambda: self._send_all(wire.Adapters(self.engine.adapter_folders)),
         )
         self._backlog: deque[tuple[bytes, wire.Command]] = deque()  # for later turns
         self._senders: deque[bytes] = deque()  # of requests and queries that are not applied yet
@@ -225,6 +228,7 @@ class EngineLoop:
             self.cache,
             engine.max_seq_length_flag,
             self.handover_address,
+            self.engine.adapter_folders,
         )
 
     def _fingerprint(self) -> wire.Fingerprint:

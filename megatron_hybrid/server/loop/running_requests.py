@@ -163,6 +163,7 @@ class RunningRequests:
                 np.frombuffer(command.prompt, dtype=np.int32),
                 command.params,
                 cache_salt=command.cache_salt,
+                adapter=command.adapter,
                 priority=command.priority,
                 cache_checkpoints=command.cache_checkpoints,
                 message_ends=command.message_ends,

@@ -132,7 +132,7 @@ class MessageAnswers(Answers):
             "id": self._generation.request_id,
             "type": "message",
             "role": "assistant",
-            "model": self._serving.options.model_name,
+            "model": self._generation.model,
             "content": content,
         }
 

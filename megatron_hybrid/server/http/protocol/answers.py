@@ -88,6 +88,8 @@ Model = shape(
     display_name=str,
     created_at=str,
     lifecycle=Literal["active"],
+    root=optional(says(str, "Of an adapter, its folder.")),
+    parent=optional(says(str, "Of an adapter, the model.")),
 )
 ModelList = shape(
     "ModelList",
@@ -242,6 +244,13 @@ Controlled = shape("Controlled", status=Literal["ok"], **_WEIGHTS)
 Succeeded = shape("Succeeded", success=Literal[True], message=str, **_WEIGHTS)
 Paused = shape("Paused", is_paused=bool)
 Sleeping = shape("Sleeping", is_sleeping=bool)
+Loaded = shape(
+    "Loaded",
+    status=Literal["ok"],
+    success=Literal[True],
+    error_message=None,
+    loaded_adapters=says(dict[str, str], "All adapters, and their folders."),
+)
 WeightInfo = shape("WeightInfo", weight_version=str)
 Load = shape("Load", server_load=Count)
 Version = shape("Version", version=str)

@@ -48,6 +48,7 @@ class GenerationRequest:
     timeout: float | None = None  # seconds
     return_token_ids: bool = False
     return_weight_versions: bool = False
+    adapter: str = ""
     # Of the prompt, which the others are not part of; -1: as many as leave room for the answer.
     last_tokens: int | None = None
     show_special: bool = False  # special tokens are part of the text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -52,7 +51,6 @@ class GenerateForm:
 class Generate:
     """A request of /generate."""
 
-    model: str | None
     prompts: list[AskedPrompt]
     form: GenerateForm
 
@@ -69,7 +67,7 @@ def parse_generate(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -
     body = read(GenerateRequest, values, options)
     field, prompts, several = _prompts(body)
     number = len(prompts)
-    _check_adapters(body.lora_path)
+    adapters = _for_each("lora_path", body.lora_path, None, number)
     sampling = _for_each(SAMPLING, body.sampling_params, GenerateSampling(), number)
     answers = {one.n or 1 for one in sampling}
     if len(answers) > 1:
@@ -94,12 +92,13 @@ def parse_generate(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -
             if with_logprobs[index]:
                 start, top = starts[index], tops[index]
                 wanted = replace(wanted, params=_as_sglangs(wanted.params, start, top))
+        wanted = replace(wanted, called=names[index], adapter=adapters[index] or "")
         name = f"{field}[{index}]" if several else field
-        asked.append(AskedPrompt(name, prompt, replace(wanted, called=names[index]), words))
+        asked.append(AskedPrompt(name, prompt, wanted, words))
     form = GenerateForm(
         several or n > 1, bool(body.return_text_in_logprobs), bool(body.return_prompt_token_ids)
     )
-    return Generate(body.model or None, asked, form)
+    return Generate(asked, form)
 
 
 def _wanted(
@@ -206,11 +205,3 @@ def _names(rid: str | list[str] | None, number: int, several: bool) -> list[str]
     if len(set(given)) < len(given) and isinstance(rid, list):
         raise InvalidRequestError("rid", "rid holds the same name twice.")
     return names
-
-
-def _check_adapters(path: str | Sequence[str | None] | None) -> None:
-    named = [path] if isinstance(path, str) else path or ()
-    for name in filter(None, named):
-        raise InvalidRequestError(
-            "lora_path", f"lora_path is {name!r}; this server has no adapters, so leave it out."
-        )
