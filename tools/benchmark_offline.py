@@ -384,7 +384,11 @@ def show(report: dict[str, Any], peers: Sequence[Peer], args: argparse.Namespace
     for result in results:
         print(describe(result, peers, model), file=sys.stderr)
     if args.limits:
-        config = EngineConfig(**report["engine"])
+        engine: dict[str, Any] = {  # JSON has no tuples
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in report["engine"].items()
+        }
+        config = EngineConfig(**engine)
         if config.dtype is None and report["machine"]["device"] == "cpu":  # the engine's choice
             config = dataclasses.replace(config, dtype="float32")
         sizes = report["scale"], report["count_scale"]

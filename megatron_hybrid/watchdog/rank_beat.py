@@ -25,6 +25,8 @@ WORDS = {
     ("execution/runner.py", "dummy_forward"): "launching an idle step",
     ("execution/cuda_graphs.py", "capture"): "capturing a CUDA graph",
     ("engine/engine.py", "update_weights"): "loading new weights",
+    ("engine/weights.py", "put"): "loading new weights",
+    ("weight_transfer/transfers.py", "open"): "loading: waiting for a trainer",
     ("engine/build.py", "build_engine"): "loading the model",
     ("server/loop/engine_loop.py", "_receive"): "waiting for requests",
 }

@@ -242,7 +242,7 @@ def test_channels_lie_side_by_side_on_a_gpu(
 ) -> None:
     """Between two of them, and between one and a CPU."""
 
-    def conv_states(slots: tuple[int, ...], spec: StateSpec, device: torch.device) -> Tensor:
+    def conv_states(slots: tuple[int, ...], spec: StateSpec, *_: Any) -> Tensor:
         shape = (*slots, *reversed(spec.conv_shape))
         return torch.zeros(shape, dtype=spec.conv_dtype).transpose(-1, -2)
 

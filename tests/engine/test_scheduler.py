@@ -307,7 +307,7 @@ def test_a_request_that_waited_while_the_weights_changed_uses_the_new_epoch():
 
 def test_without_chunking_a_prompt_runs_whole_or_waits():
     engine = make_engine(recurrent=False, max_tokens=20)
-    engine.scheduler._chunked_prefill = engine._chunked_prefill = False
+    engine.scheduler._chunked_prefill = engine.incoming._chunked_prefill = False
     with pytest.raises(InvalidRequestError, match="chunked-prefill"):
         engine.add_request("a", T[:21], greedy())
     engine.add_request("a", T[:15], greedy())

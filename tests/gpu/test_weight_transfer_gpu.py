@@ -19,7 +19,10 @@ from megatron_hybrid.weight_transfer.groups import TransferBroken
 from megatron_hybrid.weight_transfer.transfers import WeightTransfers
 from tests.gpu.trainer_process import tensors
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 DEVICE = torch.device("cuda", 0)
 OWN = tensors("cpu")
 DESCRIBED = wire.Described(

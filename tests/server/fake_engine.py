@@ -191,6 +191,7 @@ class FakeEngine(DynamicInferenceEngine):
         self._asleep: set[str] = set()
         self._adapter_folders: dict[str, str] = {}
         self.weights: Any = FakeWeights(self)
+        self.sleeper: Any = SimpleNamespace(check=lambda: None)
         self.transfers = FakeTransfers()
         self.context: Any = SimpleNamespace(transfers=self.transfers)
 

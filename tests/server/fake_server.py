@@ -72,6 +72,7 @@ def main() -> int:
     options = ServerOptions(
         tokenizer_folder=args.tokenizer,
         model_name="fake",
+        weight_folders=(".",),
         port=args.port,
         api_keys=() if args.api_key is None else (ApiKey(args.api_key, "alice"),),
         ssl_certfile=args.ssl_certfile,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from flask import Flask, Response
@@ -28,6 +29,9 @@ def install(app: Flask, serving: Serving) -> None:
     def load(wanted: bodies.LoadAdapter, *, in_place: bool) -> dict[str, Any]:
         check_name(wanted.lora_name)
         source = control.folder(wanted.lora_path, "lora_path")
+        if not os.path.isfile(f"{source.path}/adapter_config.json"):
+            words = f"Loading lora {wanted.lora_name} failed: No adapter found for {source.path}"
+            raise InvalidRequestError("lora_path", words, 404)
         return control.ask(
             wire.LoadAdapter, wanted.lora_name, source, None, in_place, field="lora_path"
         )
@@ -66,7 +70,11 @@ def install(app: Flask, serving: Serving) -> None:
         check_from_here()
         check_name(wanted.lora_name)
         field = "serialized_named_tensors"
-        given = wanted.serialized_named_tensors or [wanted.serialized_tensors or ""]
+        given = wanted.serialized_named_tensors or []
+        if wanted.serialized_tensors is not None:
+            given = [wanted.serialized_tensors]
+        if not given:
+            raise InvalidRequestError(field, f"{field} is missing: the adapter's tensors.")
         pickled = tuple(read_base64(one, field) for one in given)
         source = FromHandles(pickled, in_one=wanted.load_format is not None)
         asked = (wanted.lora_name, source, wanted.config_dict, True)

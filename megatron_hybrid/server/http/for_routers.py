@@ -115,7 +115,7 @@ def _install_rendering(app: Flask, serving: Serving) -> None:
         return {
             "request_id": name,
             "token_ids": list(prompt),
-            "model": serving.options.model_name,
+            "model": asked.adapter or serving.options.model_name,
             "stream": asked.stream,
             "cache_salt": asked.cache_salt or None,
             "priority": asked.priority,

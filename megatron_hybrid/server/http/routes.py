@@ -96,6 +96,8 @@ def _install_answers(app: Flask, serving: Serving) -> None:
             "max_model_len": ready.max_seq_length if ready is not None else None,
             # What Anthropic's clients look for.
             "type": "model",
+            "root": serving.options.tokenizer_folder,
+            "parent": None,
             "display_name": name,
             "created_at": "1970-01-01T00:00:00Z",
             "lifecycle": "active",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Sequence
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
@@ -110,10 +111,11 @@ class Control:
 def allowed_folder(path: str, field: str, options: ServerOptions) -> str:
     """The folder, without links. Raises InvalidRequestError unless it is one of --weight-folders,
     the model's own, or below one of them."""
-    found = Path(path).resolve()
     folders = [*options.weight_folders, options.tokenizer_folder]
-    if any(found.is_relative_to(Path(one).resolve()) for one in folders if one):
-        return str(found)
+    with suppress(OSError, ValueError):  # no system would have such a name
+        found = Path(path).resolve()
+        if any(found.is_relative_to(Path(one).resolve()) for one in folders if one):
+            return str(found)
     raise InvalidRequestError(
         field,
         f"{field} is {path!r}, which is in none of the folders that weights may be read from; "

@@ -186,8 +186,8 @@ class RunningRequests:
                 self.publish([RequestEvent(command.request_id)])
 
     def _read_ahead(self, command: wire.AddRequest) -> None:
-        """Of a prompt that another server computes."""
-        if command.prefilling:
+        """Of a prompt that another server computes; with an adapter it has other keys there."""
+        if command.prefilling and not command.adapter:
             self.engine.context.transfers.read_ahead(
                 command.request_id,
                 np.frombuffer(command.prompt, dtype=np.int32),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,15 @@ from tests.server.fake_engine import FakeEngine
 
 PROMPT = {"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below the one that the server may read from, which is the present one."""
+    for name in ("folder", "newer", "newest", "wrong"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
 
 
 def load(http: FlaskClient, name: str = "tuned", path: str = "folder", **more: Any) -> Any:
@@ -64,7 +74,7 @@ def test_what_is_served_lists_adapters(http: FlaskClient) -> None:
     model, adapter = found["data"]
     assert (model["id"], adapter["id"]) == ("fake", "tuned")
     assert (adapter["root"], adapter["parent"]) == ("folder", "fake")
-    assert "parent" not in model and found["last_id"] == "tuned"
+    assert model["parent"] is None and found["last_id"] == "tuned"
     assert http.get("/v1/models/tuned").get_json() == adapter
     assert http.get("/v1/models/other").status_code == 404
 
@@ -119,6 +129,11 @@ def test_wrong_fields_are_named_and_nothing_is_loaded(
     assert not engine.adapters and not engine.is_paused
 
 
+def test_a_folder_that_is_not_there_yet_is_tried_again(http: FlaskClient) -> None:
+    """By prime-rl's clients, for which 404 says so."""
+    assert load(http, path="nowhere").status_code == 404
+
+
 def test_tensors_come_from_processes_of_this_machine(http: FlaskClient, engine: FakeEngine) -> None:
     pickled = base64.b64encode(b"pickled").decode()
     body = {"lora_name": "sent", "config_dict": {"r": 4}, "serialized_named_tensors": [pickled]}
@@ -129,5 +144,11 @@ def test_tensors_come_from_processes_of_this_machine(http: FlaskClient, engine: 
         assert answer.status_code == 403
     assert http.post("/load_lora_adapter_from_tensors", json=body).status_code == 200
     assert engine.adapters == ["sent"]
+    assert (
+        http.post(
+            "/load_lora_adapter_from_tensors", json={"lora_name": "a", "config_dict": {}}
+        ).status_code
+        == 400
+    )
     wrong = {**body, "serialized_named_tensors": ["?"]}
     assert http.post("/load_lora_adapter_from_tensors", json=wrong).status_code == 400

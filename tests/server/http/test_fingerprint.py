@@ -12,6 +12,7 @@ from flask.testing import FlaskClient
 from megatron_hybrid.engine.fingerprint import Fingerprint
 from megatron_hybrid.server.http.streaming import FINGERPRINT
 from megatron_hybrid.server.link import messages as wire
+from megatron_hybrid.weight_transfer.requests import FromFolder
 from tests.server.conftest import RunningLoop
 from tests.server.fake_engine import FakeEngine
 from tests.server.running import wait_until
@@ -130,7 +131,7 @@ def test_a_refused_update_leaves_it(http: FlaskClient, engine: FakeEngine) -> No
 def test_every_front_end_hears_of_new_weights(running: RunningLoop, engine: FakeEngine) -> None:
     other = running.connect()
     try:
-        running.engines.ask(wire.UpdateWeights, "b", "", timeout=10)
+        running.engines.ask(wire.UpdateWeights, FromFolder("b"), "", timeout=10)
         assert running.client.fingerprint is not None
         assert running.client.fingerprint.short == engine.weights.fingerprint.short
         wait_until(lambda: other.fingerprints()["0"].short == engine.weights.fingerprint.short)

@@ -200,7 +200,10 @@ def test_a_request_with_several_answers_stays_together(shared: Replicas) -> None
 
 
 def test_what_steers_an_engine_reaches_every_replica(shared: Replicas) -> None:
-    assert send(f"{shared.url}/pause", {}) == (200, {"status": "ok", "epoch": 0})
+    assert send(f"{shared.url}/pause", {}) == (
+        200,
+        {"status": "ok", "epoch": 0, "weight_version": "0"},
+    )
     wait_until(lambda: shared.states() == ["paused", "paused"])
     assert send(f"{shared.url}/resume", {})[0] == 200
     wait_until(lambda: shared.states() == ["ok", "ok"])
@@ -209,7 +212,7 @@ def test_what_steers_an_engine_reaches_every_replica(shared: Replicas) -> None:
     assert "missing in wrong" in refused["error"]["message"]
     assert send(f"{shared.url}/update_weights", {"path": "new"}) == (
         200,
-        {"status": "ok", "epoch": 1},
+        {"status": "ok", "epoch": 1, "weight_version": "1"},
     )
     assert [one["epoch"] for one in shared.figures()["engines"].values()] == [1, 1]
     with urllib.request.urlopen(f"{shared.url}/server_info") as answer:

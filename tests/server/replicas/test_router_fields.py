@@ -35,6 +35,7 @@ VALUES: dict[str, Any] = {
     "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
     **{"structured_outputs": {"regex": "a"}, "guided_json": SCHEMA, "guided_regex": "a"},
     **{"guided_choice": ["a"], "guided_grammar": 'root ::= "a"', "return_token_ids": True},
+    "return_weight_versions": True,
     **{"regex": "a", "ebnf": 'root ::= "a"', "json_schema": json.dumps(SCHEMA)},
     **{"skip_special_tokens": False, "include_stop_str_in_output": True},
     **{"cache_salt": "pepper", "priority": 3, "cache_checkpoints": [5], "timeout": 60},
@@ -133,7 +134,8 @@ EXPECTED = {
             add_generation_prompt allowed_token_ids bad_words cache_checkpoints cache_salt
             custom_params enable_thinking guided_choice guided_grammar guided_json guided_regex
             include_stop_str_in_output json_schema kv_transfer_params max_tokens priority
-            prompt_cache_options prompt_cache_retention return_token_ids store structured_outputs
+            prompt_cache_options prompt_cache_retention return_token_ids return_weight_versions
+            store structured_outputs
             thinking_budget thinking_token_budget timeout truncate_prompt_tokens unknown_field user
             """
         ),

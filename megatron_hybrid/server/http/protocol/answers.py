@@ -88,8 +88,8 @@ Model = shape(
     display_name=str,
     created_at=str,
     lifecycle=Literal["active"],
-    root=optional(says(str, "Of an adapter, its folder.")),
-    parent=optional(says(str, "Of an adapter, the model.")),
+    root=says(str, "The folder of its tokenizer; of an adapter, its own."),
+    parent=says(str | None, "Of an adapter, the model."),
 )
 ModelList = shape(
     "ModelList",

@@ -95,7 +95,8 @@ class Preparer:
             ]
             previous = body.previous_response_id or ""
             stored = Stored(self.owner, previous, json.encode(kept), b"")
-        head = _head(body, values, chat, response_id, self.model_name, stored is not None)
+        name = chat.generation.adapter or self.model_name
+        head = _head(body, values, chat, response_id, name, stored is not None)
         # Clients whose responses are not stored may have no other way to send thoughts back.
         seals = stored is None or SEALED in (body.include or ())
         return PreparedResponse(chat, response_id, head, stored, seals)
