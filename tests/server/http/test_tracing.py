@@ -163,7 +163,8 @@ def test_a_route_that_answers_is_traced_or_is_known_not_to_be(http: FlaskClient)
         if rule.rule.startswith("/v1/") and "POST" in (rule.methods or ())
     }
     answered = {path for path in posts - OPERATIONS.keys() if not path.endswith("/render")}
-    assert answered == {"/v1/messages/count_tokens", "/v1/responses/<name>/cancel"}
+    adapters = {f"/v1/{verb}_lora_adapter" for verb in ("load", "unload")}
+    assert answered == {"/v1/messages/count_tokens", "/v1/responses/<name>/cancel", *adapters}
 
 
 def test_other_requests_are_not_traced(http: FlaskClient, traces: list[RequestTrace]) -> None:
