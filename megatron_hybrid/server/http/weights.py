@@ -303,14 +303,16 @@ def _install_vllm(app: Flask, control: Control) -> None:
 
 def done(values: dict[str, Any]) -> Response:
     """Of a route of our own, or of vLLM's, whose clients look at the status alone."""
-    now = {name: values[name] for name in ("epoch", "weight_version")}
-    return json_response({"status": "ok", **now})
+    return json_response({"status": "ok", **_weights_of(values)})
 
 
 def _succeeded(values: dict[str, Any]) -> Response:
     """Of a route of SGLang's."""
-    now = {name: values[name] for name in ("epoch", "weight_version")}
-    return json_response({"success": True, "message": "Done.", **now})
+    return json_response({"success": True, "message": "Done.", **_weights_of(values)})
+
+
+def _weights_of(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: values[name] for name in ("epoch", "weight_version")}
 
 
 def _from_update_info(info: dict[str, Any] | list[dict[str, Any]]) -> Source:

@@ -42,6 +42,13 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-limits.MAX_PENALTY, le=limits.MAX_PENALTY)]
 Factor = Annotated[float, Meta(ge=limits.MIN_REPETITION_PENALTY, le=limits.MAX_REPETITION_PENALTY)]
 Bias = Annotated[float, Meta(ge=-limits.MAX_LOGIT_BIAS, le=limits.MAX_LOGIT_BIAS)]
+LogitBias = Annotated[
+    dict[Count, Bias],
+    Meta(
+        max_length=limits.MAX_LOGIT_BIASES,
+        extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}},
+    ),
+]
 Word = Annotated[str, Meta(max_length=MAX_WORD_LENGTH)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=limits.MAX_BAD_WORD_LENGTH)]
@@ -104,16 +111,7 @@ class Sampling(Drawing):
     min_tokens: Count | None = _PLAIN.min_tokens
     presence_penalty: Penalty | None = _PLAIN.presence_penalty
     frequency_penalty: Penalty | None = _PLAIN.frequency_penalty
-    logit_bias: (
-        Annotated[
-            dict[Count, Bias],
-            Meta(
-                max_length=limits.MAX_LOGIT_BIASES,
-                extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}},
-            ),
-        ]
-        | None
-    ) = None
+    logit_bias: LogitBias | None = None
     allowed_token_ids: (
         Annotated[list[TokenId], Meta(min_length=1, max_length=limits.MAX_ALLOWED_TOKEN_IDS)] | None
     ) = None

@@ -19,7 +19,6 @@ from megatron_hybrid.server.http.protocol.parsing import Body, Unsupported, only
 from megatron_hybrid.server.http.protocol.requests import (
     MAX_STOP_STRINGS,
     MAX_TIMEOUT,
-    Bias,
     Budget,
     Count,
     CustomParams,
@@ -28,6 +27,7 @@ from megatron_hybrid.server.http.protocol.requests import (
     FilledIds,
     GrammarText,
     Length,
+    LogitBias,
     Logprobs,
     Penalty,
     Share,
@@ -88,16 +88,7 @@ class GenerateSampling(Body):
     sampling_seed: (
         Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})] | None
     ) = None
-    logit_bias: (
-        Annotated[
-            dict[Count, Bias],
-            Meta(
-                max_length=limits.MAX_LOGIT_BIASES,
-                extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}},
-            ),
-        ]
-        | None
-    ) = None
+    logit_bias: LogitBias | None = None
     json_schema: AnyObject | GrammarText | None = None
     regex: GrammarText | None = None
     ebnf: GrammarText | None = None
