@@ -1,183 +1,288 @@
 #!/usr/bin/env python
-"""Reinforcement learning that is on policy to the last bit, on the model that ships with us.
+"""A loop of reinforcement learning: this process trains, a server beside it rolls out.
 
-The model takes some ways to ask ("I wonder what the code of the garage is.") for statements, and
-mostly answers "Noted.". Each step samples several answers of new chats (temperature 1), rewards
-those that name the code, and takes a step of policy gradients (REINFORCE, each answer against the
-others of its prompt) with log-probabilities that the trainer computes in the engine's own modules,
-under autograd. Then the engine gets the new weights, by Hugging Face's names.
+The model that ships with us is asked about held-out chats, in sentences that no chat of its
+training has, and is right about nine times of ten. Each step samples several answers to new
+questions (temperature 1), rewards those that hold what was stated and no other value of the chat,
+and takes a step of policy gradients (REINFORCE, each answer against the others of its question).
+Questions whose answers are all as good as each other teach nothing and are left out. The trainer
+computes log-probabilities in the engine's own modules, under autograd. Its new weights go to the
+server by CUDA IPC on a GPU, through a gloo group on a CPU. At both ends other held-out questions
+are asked at temperature 0.
 
-Printed of each step: the mean reward, and what separates the trainer's log-probabilities from those
-that the engine reported while it sampled: the largest difference, and an estimate of the KL
+Printed of each step: the mean reward, and what separates the trainer's log-probabilities from
+those that the server reported while it sampled: the largest difference, and an estimate of the KL
 divergence (the mean of r - 1 - log r over the answers' tokens, r the quotient of the
-probabilities). In batch-invariant mode both are 0, and exit with 1 if not; --no-batch-invariant
-shows them without it. The same against transformers' forward of the same weights, if it is
-installed.
+probabilities). With --batch-invariant both are 0, and the exit status is 1 if they are not.
 
-    python examples/rl_on_policy.py
-    python examples/rl_on_policy.py --no-batch-invariant --steps 5
+    OMP_NUM_THREADS=1 python examples/rl_on_policy.py --batch-invariant --plot rewards.png
+    python examples/rl_on_policy.py --transformers --steps 5 --prompts 8
+
+All other flags are the engine's; the server has them, too. With --enable-sleep-mode it lends the
+memory of its caches to each step of the trainer.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import random
+import json
 import sys
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count, islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_hybrid import LLM, SamplingParams, reference_model
-from megatron_hybrid.training import TrainableModel
-
-PLACES = "garage cellar library museum bakery harbour stadium castle theatre airport".split()
-QUESTIONS = (
-    "I wonder what the code of the {} is.",
-    "The code of the {}, quickly!",
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))  # not in the wheel
+from bench.replicas import started  # noqa: E402
+from megatron_hybrid.arguments import (  # noqa: E402
+    ArgumentParser,
+    add_engine_arguments,
+    engine_config_from_args,
 )
-Messages = list[dict[str, str]]
+from megatron_hybrid.config import EngineConfig  # noqa: E402
+from megatron_hybrid.errors import ConfigurationError  # noqa: E402
+from megatron_hybrid.models.checkpoints.folder import ModelFolder  # noqa: E402
+from megatron_hybrid.text.tokenizer import Tokenizer  # noqa: E402
+from megatron_hybrid.training import TrainableModel  # noqa: E402
+from megatron_hybrid.training.weight_sender import WeightSender  # noqa: E402
+from reference_model.chats import Message, Question, write_chat  # noqa: E402
+from simulation.plots import load_matplotlib  # noqa: E402
+
+CHARACTERS = 120  # of a chat, at least: some 180 tokens
 
 
 class Task(NamedTuple):
-    """A chat, and what its answer is to name, and not to name."""
+    """A chat up to its question, in token ids, and the question."""
 
-    messages: Messages
-    wanted: str
-    other: str
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> Task:
-        """A new one."""
-        first, second = rng.sample(PLACES, 2)
-        codes = [str(code) for code in rng.sample(range(1000, 10000), 2)]
-        stated = f"The code of the {first} is {codes[0]}, and the code of the {second} is"
-        messages = [
-            {"role": "user", "content": f"{stated} {codes[1]}."},
-            {"role": "assistant", "content": "Noted."},
-            {"role": "user", "content": rng.choice(QUESTIONS).format(first)},
-        ]
-        return cls(messages, *codes)
-
-    def reward(self, answer: str) -> float:
-        """1 for the right code alone."""
-        return float(self.wanted in answer and self.other not in answer)
+    prompt: list[int]
+    question: Question
 
 
-class Answers(NamedTuple):
-    """All answers of a step, those of a prompt behind each other."""
+class Answer(NamedTuple):
+    """One of the answers to a task."""
 
-    prompts: list[list[int]]
-    tokens: list[list[int]]
-    logprobs: list[Tensor]  # as the engine reported them
-    rewards: Tensor  # [prompts, answers of each]
+    tokens: list[int]
+    logprobs: Tensor  # as the server reported them
+    reward: float
+    weights: str  # the version
 
 
-def roll_out(llm: LLM, tasks: list[Task], samples: int, max_tokens: int, seed: int) -> Answers:
-    """Sampled by the engine."""
-    params = SamplingParams(
-        temperature=1.0, n=samples, max_tokens=max_tokens, seed=seed, logprobs=0
-    )
-    outputs = llm.chat([task.messages for task in tasks], params, progress=False)
-    choices = [choice for output in outputs for choice in output.choices]
-    rewards = [
-        [task.reward(choice.text) for choice in output.choices]
-        for task, output in zip(tasks, outputs, strict=True)
-    ]
-    return Answers(
-        prompts=[choice.prompt_token_ids for choice in choices],
-        tokens=[choice.token_ids for choice in choices],
-        logprobs=[
-            torch.tensor([entry.logprob for entry in choice.logprobs or []]) for choice in choices
-        ],
-        rewards=torch.tensor(rewards),
-    )
+class Step(NamedTuple):
+    """What is printed and drawn of one."""
+
+    step: int
+    reward: float
+    trained: int  # answers
+    largest: float  # difference of a log-probability
+    divergence: float
+    seconds: float
+
+
+def tasks_of(encode: Callable[[list[Message]], list[int]], seed: str) -> Iterator[Task]:
+    """Held-out questions without end, those of one chat behind each other."""
+    for number in count():
+        options: Any = {"split": "held_out", "open_questions": 2, "unseen_phrasings": True}
+        chat = write_chat(f"{seed}/{number}", CHARACTERS, **options)
+        for question in chat.open_questions:
+            yield Task(encode(chat.prompt(question)), question)
+
+
+class Server:
+    """What a trainer asks of one, over HTTP."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def ask(self, path: str, body: dict[str, Any]) -> Any:
+        """What it answers."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+
+    def roll_out(self, tasks: list[Task], max_tokens: int, **sampling: Any) -> list[Answer]:
+        """Of all tasks at once, the `n` answers of each behind each other."""
+        body = {
+            "input_ids": [task.prompt for task in tasks],
+            "sampling_params": {"max_new_tokens": max_tokens, **sampling},
+            "return_logprob": True,
+        }
+        answers = []
+        for number, answer in enumerate(self.ask("/generate", body)):
+            meta = answer["meta_info"]
+            logprobs = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
+            question = tasks[number // sampling.get("n", 1)].question
+            reward = float(question.is_answered_by(answer["text"]))
+            answers.append(Answer(answer["output_ids"], logprobs, reward, meta["weight_version"]))
+        return answers
+
+    @contextmanager
+    def lending_memory(self, lends: bool) -> Iterator[None]:
+        """Its caches' memory is free meanwhile, if it `lends`."""
+        if lends:
+            self.ask("/release_memory_occupation", {"tags": ["kv_cache"]})
+        yield
+        if lends:
+            self.ask("/resume_memory_occupation", {"tags": ["kv_cache"]})
+
+
+def worth_training(groups: list[list[Answer]]) -> list[int]:
+    """The tasks whose answers differ in reward; if there is none, the one that the model is least
+    sure of, for what is compared."""
+    mixed = [k for k, own in enumerate(groups) if len({one.reward for one in own}) > 1]
+    sure = [sum(float(one.logprobs.sum()) for one in own) for own in groups]
+    return mixed or [sure.index(min(sure))]
 
 
 def distance(logprobs: list[Tensor], reported: list[Tensor]) -> tuple[float, float]:
     """The largest difference, and the estimate of the KL divergence."""
-    log_ratio = torch.cat(logprobs).detach().double() - torch.cat(reported).double()
+    log_ratio = torch.cat(logprobs).detach().cpu().double() - torch.cat(reported).double()
     return float(log_ratio.abs().max()), float((log_ratio.expm1() - log_ratio).mean())
 
 
-def with_transformers(folder: str) -> Callable[[TrainableModel, Answers], list[Tensor]]:
-    """Another implementation's log-probabilities, for comparison alone."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    other: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-    @torch.no_grad()
-    def logprobs(model: TrainableModel, answers: Answers) -> list[Tensor]:
-        weights = {name: weight.detach() for name, weight in model.weights.items()}
-        other.load_state_dict(weights, strict=False)  # tied ones are there once
-        found = []
-        for prompt, tokens in zip(answers.prompts, answers.tokens, strict=True):
-            logits = other(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0]
-            every = logits[len(prompt) - 1 : -1].log_softmax(-1)
-            found.append(every.gather(1, torch.tensor(tokens)[:, None])[:, 0])
-        return found
-
-    return logprobs
-
-
 def loss_of(logprobs: list[Tensor], rewards: Tensor) -> Tensor:
-    """REINFORCE; the baseline is the mean reward of the same prompt's answers."""
-    advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
+    """REINFORCE; rewards: [tasks, answers of each], whose mean is the baseline of a task."""
+    advantages = (rewards - rewards.mean(1, keepdim=True)).flatten().tolist()
     each = [own.sum() * advantage for own, advantage in zip(logprobs, advantages, strict=True)]
     return -torch.stack(each).sum() / torch.cat(logprobs).numel()
 
 
+class WithTransformers:
+    """Another implementation's log-probabilities of the same weights, for comparison alone."""
+
+    def __init__(self, folder: Path, model: TrainableModel) -> None:
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        auto: Any = transformers.AutoModelForCausalLM
+        self._other = auto.from_pretrained(folder, dtype=torch.float32).to(model.device)
+        self._model = model
+
+    @torch.no_grad()
+    def logprobs(self, prompts: list[list[int]], answers: list[list[int]]) -> list[Tensor]:
+        """As TrainableModel's, without gradients."""
+        weights = {name: weight.detach() for name, weight in self._model.weights.items()}
+        self._other.load_state_dict(weights, strict=False)  # tied ones are there once
+        found = []
+        for prompt, tokens in zip(prompts, answers, strict=True):
+            fed = torch.tensor([[*prompt, *tokens]], device=self._model.device)
+            logits = self._other(fed, use_cache=False).logits[0, len(prompt) - 1 : -1]
+            chosen = fed[0, len(prompt) :, None]
+            found.append(logits.log_softmax(-1).gather(1, chosen)[:, 0])
+        return found
+
+
+def train(args: argparse.Namespace, config: EngineConfig, server: Server, url: str) -> int:
+    """The loop; the exit status."""
+    model = TrainableModel(config)
+    folder = ModelFolder.of(config)
+    tokenizer = Tokenizer.load(folder.tokenizer)
+    sender = WeightSender([url], model.device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate)
+    other = WithTransformers(folder.path, model) if args.transformers else None
+    tasks = tasks_of(tokenizer.encode_chat, f"train/{args.seed}")
+    unseen = list(islice(tasks_of(tokenizer.encode_chat, f"test/{args.seed}"), args.test_questions))
+
+    def test() -> float:
+        answers = server.roll_out(unseen, args.max_tokens, temperature=0)
+        return sum(answer.reward for answer in answers) / len(answers)
+
+    before, steps, version = test(), list[Step](), "0"
+    print(f"of {len(unseen)} other held-out questions {before:.3f} are answered at first")
+    for number in range(args.steps):
+        start = time.perf_counter()
+        asked = list(islice(tasks, args.prompts))
+        sampling = {"temperature": 1.0, "n": args.samples, "sampling_seed": args.seed + number}
+        answers = server.roll_out(asked, args.max_tokens, **sampling)
+        assert {answer.weights for answer in answers} == {version}, "not on policy"
+        reward = sum(answer.reward for answer in answers) / len(answers)
+        groups = [answers[k : k + args.samples] for k in range(0, len(answers), args.samples)]
+        used = worth_training(groups)
+        prompts = [asked[k].prompt for k in used for _ in range(args.samples)]
+        tokens = [answer.tokens for k in used for answer in groups[k]]
+        reported = [answer.logprobs for k in used for answer in groups[k]]
+        rewards = torch.tensor([[answer.reward for answer in groups[k]] for k in used])
+        with server.lending_memory(config.enable_sleep_mode):
+            logprobs = model.logprobs(prompts, tokens)
+            optimizer.zero_grad()
+            loss_of(logprobs, rewards).backward()
+            apart = distance(logprobs, reported)
+            compared = other and distance(other.logprobs(prompts, tokens), reported)
+            optimizer.step()
+        version = f"step-{number}"
+        sender.send(model.weights, version)
+        step = Step(number, reward, len(tokens), *apart, time.perf_counter() - start)
+        steps.append(step)
+        line = f"step {number}: reward {reward:.3f}; {len(tokens)} answers trained, "
+        line += f"off by {step.largest:.3g}, KL {step.divergence:.3g}"
+        if compared:
+            line += f" (transformers: {compared[0]:.3g}, {compared[1]:.3g})"
+        print(f"{line}; {step.seconds:.1f} s", flush=True)
+    after = test()
+    sender.close()
+    farthest = max(step.largest for step in steps)
+    tenth = max(1, args.steps // 5)
+    ends = [sum(step.reward for step in some) / tenth for some in (steps[:tenth], steps[-tenth:])]
+    print(
+        f"mean reward of the first {tenth} steps {ends[0]:.3f}, of the last {ends[1]:.3f}; other "
+        f"questions at temperature 0: {before:.3f}, then {after:.3f}; trainer and server differed "
+        f"by {farthest:.3g} at most"
+    )
+    if args.plot is not None:
+        draw(steps, (before, after), args.plot)
+    return int(config.batch_invariant and farthest != 0)
+
+
+def draw(steps: list[Step], ends: tuple[float, float], path: Path) -> None:
+    """Reward and KL divergence by step. `ends`: what other questions gave before and after."""
+    pyplot = load_matplotlib()
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6), dpi=120)
+    numbers = [step.step for step in steps]
+    above.plot(numbers, [step.reward for step in steps], "o-", markersize=3, label="of a step")
+    above.plot([-1, len(steps)], ends, "s--", label="other questions, temperature 0")
+    above.set_ylabel("mean reward")
+    above.legend()
+    below.plot(numbers, [step.divergence for step in steps], "o-", markersize=3)
+    below.set_yscale("symlog", linthresh=1e-13)
+    below.set_ylim(bottom=0)
+    below.set_ylabel("KL, rollout and trainer")
+    below.set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--prompts", type=int, default=4, help="of a step")
+    parser.add_argument("--prompts", type=int, default=32, help="of a step")
     parser.add_argument("--samples", type=int, default=8, help="answers of a prompt")
     parser.add_argument("--max-tokens", type=int, default=32, help="of an answer")
-    parser.add_argument("--learning-rate", type=float, default=5e-6)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--test-questions", type=int, default=200, help="asked at both ends")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a PNG of reward and KL")
+    parser.add_argument("--transformers", action="store_true", help="its difference, too")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch-invariant", action=argparse.BooleanOptionalAction, default=True)
-    args = parser.parse_args()
-
-    llm = LLM(batch_invariant=args.batch_invariant)
-    model = TrainableModel(llm.config)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate)
-    others = None
-    if importlib.util.find_spec("transformers") is not None:
-        others = with_transformers(str(reference_model.path()))
-    rng, farthest, rewards = random.Random(args.seed), 0.0, []
-    print("step  reward   trainer: max |difference|, KL   transformers: the same   seconds")
-    for step in range(args.steps):
-        start = time.perf_counter()
-        tasks = [Task.draw(rng) for _ in range(args.prompts)]
-        answers = roll_out(llm, tasks, args.samples, args.max_tokens, seed=args.seed + step)
-        logprobs = model.logprobs(answers.prompts, answers.tokens)
-        largest, divergence = distance(logprobs, answers.logprobs)
-        line = f"{step:4}  {answers.rewards.mean():6.3f}   {largest:22.3g}, {divergence:7.2g}"
-        seconds = time.perf_counter() - start
-        if others is not None:
-            apart = distance(others(model, answers), answers.logprobs)
-            line += f"   {apart[0]:15.2g}, {apart[1]:7.2g}"
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        loss_of(logprobs, answers.rewards).backward()
-        optimizer.step()
-        llm.update_weights(model.weights)
-        print(f"{line}   {seconds + time.perf_counter() - start:7.1f}", flush=True)
-        farthest = max(farthest, largest)
-        rewards.append(float(answers.rewards.mean()))
-    tenth = max(1, args.steps // 5)
-    first, last = (sum(some) / len(some) for some in (rewards[:tenth], rewards[-tenth:]))
-    print(
-        f"mean reward of the first {tenth} steps {first:.3f}, of the last {last:.3f}; "
-        f"trainer and engine differed by {farthest:.3g} at most"
-    )
-    return int(args.batch_invariant and farthest != 0)
+    args, rest = parser.parse_known_args()
+    engine = ArgumentParser(prog=parser.prog)
+    add_engine_arguments(engine)
+    try:
+        config = engine_config_from_args(engine.parse_args(rest))
+    except ConfigurationError as error:
+        parser.error(str(error))
+    if args.plot is not None:
+        load_matplotlib()  # asks for it before the work
+    with started(1, [*rest, "--enable-control-routes"]) as servers:
+        return train(args, config, Server(servers.url), servers.url)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import json
 import pickle
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,7 +29,6 @@ from megatron_hybrid.weight_transfer.groups import GroupAddress, TorchGroup
 from megatron_hybrid.weight_transfer.packing import pack
 
 BUCKET_BYTES = 512 * 2**20
-GROUP = "weight_sender"
 Named = Iterable[tuple[str, Tensor]]
 
 
@@ -63,6 +63,7 @@ class WeightSender:
 
     def _meet(self, host: str, ranks: int) -> None:
         size = 1 + ranks * len(self._urls)
+        self._name = f"weight_sender_{uuid.uuid4().hex}"  # torch has one group of a name
         # The system chooses its port.
         store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
         address = GroupAddress(host, store.port, 0, size)
@@ -70,14 +71,14 @@ class WeightSender:
             "master_address": host,
             "master_port": store.port,
             "world_size": size,
-            "group_name": GROUP,
+            "group_name": self._name,
             "backend": self._way,
         }
         bodies = [
             {**common, "rank_offset": 1 + number * ranks} for number in range(len(self._urls))
         ]
         with self._asking("/init_weights_update_group", bodies):
-            self._group = TorchGroup(address, GROUP, self._way, self._seconds, store)
+            self._group = TorchGroup(address, self._name, self._way, self._seconds, store)
 
     def send(self, weights: Named | Mapping[str, Tensor], version: str | None = None) -> None:
         """All of these, as one update. Raises SendError."""
@@ -106,7 +107,7 @@ class WeightSender:
             "names": names,
             "dtypes": dtypes,
             "shapes": shapes,
-            "group_name": GROUP,
+            "group_name": self._name,
             "load_format": "flattened_bucket",
         }
         bodies = [body] * len(self._urls)
@@ -116,7 +117,7 @@ class WeightSender:
     def close(self) -> None:
         """Leave the group."""
         if self._group is not None:
-            bodies = [{"group_name": GROUP}] * len(self._urls)
+            bodies = [{"group_name": self._name}] * len(self._urls)
             with self._asking("/destroy_weights_update_group", bodies):
                 self._group.close()
             self._group = None
