@@ -339,6 +339,11 @@ class EngineConfig(Settings):
         "adapters to load at the start: folders that PEFT saved, by the names in requests",
         metavar="NAME=DIR",
     )
+    enable_return_routed_experts: bool = option(
+        False,
+        "keep which experts each token was sent to, beside its keys and values, for trainers that "
+        "send it to the same ones: requests may ask for them (return_routed_experts)",
+    )
     batch_invariant: bool = option(
         _from_environment,
         "tokens and log-probabilities of a request have the same bits alone and beside any others, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_hybrid.request import FinishReason, RequestEvent, RequestOutput
+from megatron_hybrid.routed_experts import RoutedExperts
 from megatron_hybrid.text.answer_text import AnswerText
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -24,13 +25,16 @@ class GrowingOutput(AnswerText):
 
     def advance(self, event: RequestEvent) -> None:
         """Go on with the event."""
-        output = self.output
         if event.finish_reason is not None:
             self.ended = True
-            output.counters = event.counters
-        if self.finish_reason is not None:
-            return
-        new = self.take(event)
+            self.output.counters = event.counters
+        if self.finish_reason is None:
+            self._go_on(event)
+        if event.routed_experts is not None:
+            self._take_experts(event.routed_experts)
+
+    def _go_on(self, event: RequestEvent) -> None:
+        output, new = self.output, self.take(event)
         output.text += new.text
         output.token_ids += new.token_ids
         if event.logprobs is not None:
@@ -42,6 +46,11 @@ class GrowingOutput(AnswerText):
         output.finish_reason, output.stop_reason = self.finish_reason, self.stop_reason
         if output.finish_reason is not None:
             output.weight_versions = self.version_spans()
+
+    def _take_experts(self, experts: RoutedExperts) -> None:
+        """Of what there is of the answer, which may be less than the engine has computed."""
+        tokens = len(self.output.prompt_token_ids) + len(self.output.token_ids)
+        self.output.routed_experts = experts.until(tokens).array()
 
     def fail(self, error: Exception) -> None:
         """`advance` raised this."""

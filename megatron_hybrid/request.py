@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy.typing as npt
+
+from megatron_hybrid.routed_experts import RoutedExperts
 from megatron_hybrid.values import (
     as_pairs,
     as_texts,
@@ -133,6 +136,9 @@ class SamplingParams:
         told what thoughts are (see text/thinking.py).
     Log-probabilities are the model's own, before any of these; with `tempered_logprobs` those of
         the answer are after its temperature, where 0 counts as 1, and before all else.
+    return_routed_experts: give the experts that each token was sent to; needs
+        enable_return_routed_experts. None: if that was given. routed_experts_prompt_start: only
+        from this position in the prompt on; its length: of the answer alone.
     n: answers to the same prompt; each draws from its own stream of the seed, the first one as with
         n = 1. The prompt is computed once.
     """
@@ -160,6 +166,8 @@ class SamplingParams:
     grammar: Grammar | None = None
     thinking_token_budget: int | ThinkingBudget | None = None
     tempered_logprobs: bool = False
+    return_routed_experts: bool | None = False
+    routed_experts_prompt_start: int = 0
 
     def __post_init__(self) -> None:
         """Tuples and plain numbers, where the values can be turned into them."""
@@ -181,7 +189,8 @@ class SamplingParams:
             if value is not None or name not in _MAY_BE_NONE:
                 check_integer(name, value, least, most)
         for name in _FLAGS:
-            if not isinstance(value := getattr(self, name), bool):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name in _MAY_BE_NONE):
                 raise wrong(name, f"is {show(value)}; it must be true or false")
         check_tuple("stop", self.stop, "text, or a sequence of texts")
         for text in self.stop:
@@ -313,10 +322,11 @@ _WHOLE_NUMBERS = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs_start": (0, MAX_TOKENS),
+    "routed_experts_prompt_start": (0, MAX_TOKENS),
     "min_tokens": (0, MAX_TOKENS),
 }
-_FLAGS = ("ignore_eos", "tempered_logprobs")
-_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_FLAGS = ("ignore_eos", "tempered_logprobs", "return_routed_experts")
+_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "return_routed_experts")
 _PLAIN_TYPES = (float, int, type(None), bool, Unasked, ThinkingBudget)
 
 
@@ -324,21 +334,6 @@ _SEQUENCES = {
     "stop": as_texts, "stop_token_ids": as_tuple, "logit_bias": as_pairs,
     "allowed_token_ids": as_tuple, "bad_words": as_words,
 }  # fmt: skip
-
-
-class PauseMode(enum.StrEnum):
-    """What becomes of requests that have begun when the engine is paused.
-
-    FINISH: they go on to their end. ABORT: they end at once. KEEP: they stop where they stand, and
-    go on when the engine does. Those that have not begun wait, in their order.
-    """
-
-    FINISH = "finish"
-    ABORT = "abort"
-    KEEP = "keep"
-
-
-PAUSE_MODES = tuple(mode.value for mode in PauseMode)
 
 
 class RequestStatus(enum.Enum):
@@ -386,8 +381,9 @@ class RequestEvent:
     are wanted; `prompt_logprobs` comes with the first token of choice 0, or the end where no token
     is wanted: one entry per prompt token from `prompt_logprobs_start` on, None for the prompt's
     first. `error` says why it failed, and `error_field` which field is to blame, if one is. With
-    the last event come `counters` (see docs/prefix_cache.md). With the first token come the seconds
-    that it waited until it ran, which the last event has again, and those from there to this token.
+    the last event come `counters` (see docs/prefix_cache.md) and `routed_experts`, of the prompt,
+    too. With the first token come the seconds that it waited until it ran, which the last event has
+    again, and those from there to this token.
     """
 
     request_id: str
@@ -403,6 +399,7 @@ class RequestEvent:
     error: str | None = None
     error_field: str | None = None
     counters: dict[str, int] | None = None
+    routed_experts: RoutedExperts | None = None
     queue_seconds: float | None = field(default=None, compare=False)
     prefill_seconds: float | None = field(default=None, compare=False)
 
@@ -424,6 +421,8 @@ class RequestOutput:
     """A request's whole result, as `LLM.generate` returns it.
 
     With n > 1 it is the first answer, and `choices` holds all of them, itself included.
+    `routed_experts` [positions, layers, top_k], uint8 or uint16, if it was asked for: see
+    RoutedExperts; None of an answer that ended before its prompt was computed.
     """
 
     request_id: str
@@ -437,6 +436,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: str | None = None
     counters: dict[str, int] | None = None  # what the cache did for it: see docs/prefix_cache.md
+    routed_experts: npt.NDArray[Any] | None = field(default=None, repr=False, compare=False)
     weight_versions: list[VersionSpan] = field(default_factory=list)  # several: see update_weights
     index: int = 0
     choices: list[RequestOutput] = field(default_factory=list, repr=False, compare=False)

@@ -26,7 +26,8 @@ from megatron_hybrid.dynamo.arguments import WorkerSettings, parse
 from megatron_hybrid.dynamo.process import EngineProcess
 from megatron_hybrid.dynamo.stream import EventStream, Handover
 from megatron_hybrid.errors import InvalidRequestError
-from megatron_hybrid.request import PAUSE_MODES, FinishReason, PauseMode, RequestEvent
+from megatron_hybrid.pause_mode import PAUSE_MODES, PauseMode
+from megatron_hybrid.request import FinishReason, RequestEvent
 from megatron_hybrid.server.http.metrics import ServerMetrics
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.engine_client import EngineClient, QueryFailed

@@ -27,6 +27,12 @@ from megatron_hybrid.engine.build_host_memory import (
     host_transfers,
     staging_bytes,
 )
+from megatron_hybrid.engine.build_routed import (
+    check_routed_experts,
+    keep_routed,
+    routed_reader,
+    routed_spec,
+)
 from megatron_hybrid.engine.build_speculation import build_speculation
 from megatron_hybrid.engine.checks import (
     check_batch_invariant,
@@ -71,7 +77,7 @@ from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.kernels.compiled import KERNELS
 from megatron_hybrid.kernels.kernel_set import KernelSet
-from megatron_hybrid.layers.inputs import allocate_caches
+from megatron_hybrid.layers.inputs import RoutedSpec, allocate_caches
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.weights import formats_of, load_model, rounded_weights
 from megatron_hybrid.models.config import HybridModelConfig
@@ -120,6 +126,7 @@ def build_engine(
         model = copy.copy(model) if plan.mtp else model.without_head()
     model.kernels = plan.kernels
     model.adapters = adapter_slots(config, model, device)
+    keep_routed(model, plan.routed)
     check_products(config, model, device)
     if config.transformer_impl == "transformer_engine":
         recipe = config.transformer_engine_recipe
@@ -154,7 +161,9 @@ def build_engine(
         packed_dtype=packed_states_dtype(config) if geometry.packs_states else None,
         rounding_seed=config.seed if config.mamba_inference_stochastic_rounding else None,
         arena=arena,
+        routed=plan.routed,
     )
+    context.routed = routed_reader(caches.routed, model_config)
     if parallel.is_first:
         logger.info("%s", describe(geometry, context))
         if parallel.pipeline.size > 1:
@@ -263,6 +272,11 @@ class _Plan:
         return self.folder.config
 
     @property
+    def routed(self) -> RoutedSpec | None:
+        """What is kept of the routers' choices."""
+        return routed_spec(self.config, self.model_config)
+
+    @property
     def write_interval(self) -> int:
         """Tokens from one write of a decoding request's states to the next."""
         if self.config.batch_invariant:
@@ -314,6 +328,7 @@ class _Plan:
         check_host_memory(config)
         check_kv_dtype(config, shapes, device)
         check_quantized(config, shapes, device)
+        check_routed_experts(config, model_config)
         check_transformer_engine(config, shapes, device)
         check_libraries(config, shapes, device)
         if device.type == "cuda":
@@ -374,6 +389,7 @@ def _geometry(plan: _Plan, model: HybridModel, start: StartTimes | None = None) 
                 max_tokens=max_tokens,
                 max_seq_length=plan.max_seq_length,
                 ring_length=plan.ring_length if config.batch_invariant else 0,
+                routed=plan.routed,
                 when_compiled=lambda: start.end_part("compiling"),
             )
             start.end_part("largest step")
@@ -397,7 +413,7 @@ def _geometry(plan: _Plan, model: HybridModel, start: StartTimes | None = None) 
         limit,
         on_gpu=on_gpu,
         minimum=plan.parallel.lockstep.minimum,
-        stage=StageLayers(*own, has_logits=model.is_last_stage),
+        stage=StageLayers(*own, has_logits=model.is_last_stage, routed=plan.routed),
         ring_length=plan.ring_length,
         batch_invariant=plan.config.batch_invariant,
     )

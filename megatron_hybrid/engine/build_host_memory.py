@@ -127,6 +127,8 @@ def begin_lower_tier(
     page = transfers.copier.page_bytes
     store = _store(config, page, tier.host.pages_per_state)
     part = [page, *((group.rank, group.size) for group in (parallel.tensor, parallel.pipeline))]
+    if config.enable_return_routed_experts:
+        part.append("routed experts")
     transfers.add_lower(
         LowerTransfers(
             LowerTier(tier),

@@ -4,6 +4,7 @@ budgets."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,9 @@ from megatron_hybrid.engine.transfers import Transfers
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.request import BUFFER_FLAG, CONTEXT_FLAG, RequestStatus
+
+if TYPE_CHECKING:
+    from megatron_hybrid.execution.routed_reader import RoutedReader
 
 
 class DynamicInferenceContext:
@@ -49,6 +53,7 @@ class DynamicInferenceContext:
         self._admissions = 0
         self.weight_version = "0"  # what answers call the weights: see EngineWeights
         self.transfers = Transfers()  # to and from host memory
+        self.routed: RoutedReader | None = None  # None: experts are not kept
 
     # ---------------------------------------------------- Megatron's names
 
@@ -179,8 +184,11 @@ class DynamicInferenceContext:
         return int(self.rows.position[running.row])
 
     def keep_end(self, running: Running, kind: str) -> None:
-        """Keep the state at which a running request ends or has to stop."""
-        self.cache.keep_end(running.lease, self.computed_tokens(running), kind)
+        """Keep the state at which a running request ends or has to stop, and its experts."""
+        computed = self.computed_tokens(running)
+        if self.routed is not None:
+            running.request.read_experts(self.routed, running.lease.blocks, computed)
+        self.cache.keep_end(running.lease, computed, kind)
 
     def release(self, running: Running) -> None:
         """Take back a running request's row and lease. What it published stays cached."""

@@ -25,13 +25,8 @@ from megatron_hybrid.engine.weights import EngineWeights
 from megatron_hybrid.errors import DeviceLostError, InvalidRequestError
 from megatron_hybrid.execution.lockstep import Lockstep
 from megatron_hybrid.execution.plan import Launched, Runner, StepDemand, StepPlan, WeightsSource
-from megatron_hybrid.request import (
-    PAUSE_MODES,
-    FinishReason,
-    PauseMode,
-    RequestEvent,
-    SamplingParams,
-)
+from megatron_hybrid.pause_mode import PAUSE_MODES, PauseMode
+from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams
 from megatron_hybrid.request_checks import validate_names
 from megatron_hybrid.text.grammar import Grammars
 

@@ -21,6 +21,7 @@ from megatron_hybrid.request_checks import (
     validate_params,
     validate_priority,
     validate_prompt,
+    validate_routed_experts,
     validate_whole_numbers,
 )
 from megatron_hybrid.text.grammar import Grammars, matcher_of
@@ -82,6 +83,7 @@ class Incoming:
         validate_arrival(arrived)
         own_adapter = self._adapters.find(adapter)
         length = len(prompt_token_ids)
+        validate_routed_experts(params, length, are_kept=context.routed is not None)
         max_tokens = params.longest_answer(length, limit, flag)
         if not self._chunked_prefill:
             validate_in_one_step(length, context.max_tokens)

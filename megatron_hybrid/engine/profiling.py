@@ -14,7 +14,7 @@ from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.kernels.compile_ahead import compiling_ahead
 from megatron_hybrid.kernels.compiled import KERNELS
-from megatron_hybrid.layers.inputs import allocate_caches
+from megatron_hybrid.layers.inputs import RoutedSpec, allocate_caches
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
 from megatron_hybrid.request import SamplingParams
@@ -30,13 +30,14 @@ def measure_activations(
     max_tokens: int,
     max_seq_length: int,
     ring_length: int = 0,
+    routed: RoutedSpec | None = None,
     when_compiled: Callable[[], None] = lambda: None,
 ) -> int:
     """Bytes on a CUDA device, at the peak of the largest step, on caches just large enough, besides
     what kernels keep from now on, such as workspaces: the device has that less already. Every rank
     calls it: on a pipeline's stages the step takes its course. `ring_length`: of caches without
-    which the kernels have no decodes; 0: they have. `when_compiled`: called when the step's
-    kernels are.
+    which the kernels have no decodes; 0: they have. `routed`: of allocate_caches. `when_compiled`:
+    called when the step's kernels are.
 
     Prompts' log-probabilities are not in it: their logits alone can take gigabytes.
     """
@@ -58,6 +59,7 @@ def measure_activations(
         device=device,
         num_rings=len(rows.decoding) if ring_length else 0,
         ring_length=ring_length,
+        routed=routed,
     )
     with_caches = torch.cuda.memory_allocated(device)
     runner = ModelRunner(  # with what it keeps between steps: the one that stays has it too

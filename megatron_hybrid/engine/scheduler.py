@@ -30,6 +30,7 @@ from megatron_hybrid.cache import checkpoint_placement as placement
 from megatron_hybrid.cache.prefix_store import PrefixMatch
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.decodes import Decodes
+from megatron_hybrid.engine.outbox import Outbox
 from megatron_hybrid.engine.prefills import Prefills
 from megatron_hybrid.engine.speculation import Speculation
 from megatron_hybrid.engine.statistics import Statistics
@@ -38,7 +39,8 @@ from megatron_hybrid.engine.tracked_request import Running, TrackedRequest
 from megatron_hybrid.engine.twins import Twins
 from megatron_hybrid.engine.waiting_queue import WaitingQueue
 from megatron_hybrid.execution.plan import StepPlan, StepResult
-from megatron_hybrid.request import FinishReason, PauseMode, RequestEvent, RequestStatus
+from megatron_hybrid.pause_mode import PauseMode
+from megatron_hybrid.request import FinishReason, RequestEvent, RequestStatus
 from megatron_hybrid.text.grammar import FIELD as GRAMMAR_FIELD
 
 Received = list[tuple[TrackedRequest, RequestEvent]]  # new tokens, not handed out yet
@@ -81,7 +83,7 @@ class Scheduler:
         context.transfers.attach(self.decodes)
         self._prefills = Prefills(context, statistics, self._waiting, twins)
         self._thoughts = Thoughts(context)
-        self._events: list[RequestEvent] = []  # not handed out yet
+        self._events = Outbox()
         self._dropped: list[tuple[list[TrackedRequest], BaseException]] = []  # not ended yet
         self.pause_mode: PauseMode | None = None  # of the pause that holds
         self.is_held = False  # nothing can be computed now, whatever the pause (see Sleeper)
@@ -162,8 +164,7 @@ class Scheduler:
 
     def take_events(self) -> list[RequestEvent]:
         """Events that came up since they were last taken, in their order."""
-        events, self._events = self._events, []
-        return events
+        return self._events.take()
 
     # ------------------------------------------------------------------- plan
 
@@ -419,9 +420,8 @@ class Scheduler:
         event = self._event(request) if event is None else event
         event.finish_reason = reason
         event.counters = dict(request.counters)
-        if request.admitted is not None:
-            event.queue_seconds = request.admitted - request.arrived
-        self._events.append(event)
+        event.queue_seconds = request.queue_seconds
+        self._events.append_last(request, event)
 
     def _leave(self, running: Running, *, keeps_end: bool = True) -> None:
         """A running request computes nothing more: take back its row and lease."""

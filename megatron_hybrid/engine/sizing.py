@@ -19,7 +19,7 @@ from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.host_memory import available_memory
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.replay_protocol import Replays
-from megatron_hybrid.layers.inputs import KVSpec, StateSpec
+from megatron_hybrid.layers.inputs import KVSpec, RoutedSpec, StateSpec
 from megatron_hybrid.models.config import (
     CHUNKED,
     GATED_DELTA_NET,
@@ -49,6 +49,7 @@ class StageLayers(NamedTuple):
     kv_specs: list[KVSpec]
     state_specs: list[StateSpec]
     has_logits: bool  # keeps those at the ends of prompts
+    routed: RoutedSpec | None = None  # kept beside keys and values
 
 
 def gpu_cache_bytes(
@@ -137,6 +138,8 @@ def derive_geometry(
     bytes_per_logits = vocab_size * LOGITS_ITEM_BYTES if keeps_logits else 0
     own_logits = bytes_per_logits if stage.has_logits else 0
     own_block = _bytes_per_block(stage.kv_specs, block_size)
+    if stage.routed is not None:
+        own_block += block_size * stage.routed.bytes_per_token()
     own_slot = bytes_per_state(stage.state_specs) + own_logits
     ring_bytes = sum(spec.bytes_per_ring_place() for spec in stage.state_specs)
     own_live = own_slot + ring_length * ring_bytes

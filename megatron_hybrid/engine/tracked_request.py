@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,9 @@ from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.request import RequestStatus, SamplingParams, TokenLogprob
 from megatron_hybrid.text.grammar import AnswerMatcher
 from megatron_hybrid.text.thought_limit import ThoughtLimit
+
+if TYPE_CHECKING:
+    from megatron_hybrid.execution.routed_reader import RoutedReader, RoutedReading
 
 
 def stop_ids_of(
@@ -75,6 +79,7 @@ class TrackedRequest:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     grammar: AnswerMatcher | None = None  # has taken all of `output`
     thoughts: ThoughtLimit | None = None
+    routed: RoutedReading | None = None  # its experts, as of when it stopped
     counters: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -115,6 +120,17 @@ class TrackedRequest:
         """How many of its tokens need no computing, if they are all cached."""
         first = self.first_logits
         return self.num_tokens if first is None else first
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """That it waited until it ran for the first time; None: it never did."""
+        return None if self.admitted is None else self.admitted - self.arrived
+
+    def read_experts(self, reader: RoutedReader, blocks: list[int], computed: int) -> None:
+        """It stops: begin to read its experts from its blocks, if it wants them and so many
+        computed tokens are all that have any. Else those of an earlier stop stay."""
+        if self.params.return_routed_experts is not False and computed >= self.num_tokens - 1:
+            self.routed = reader.read(blocks, self.params.routed_experts_prompt_start)
 
     def tokens(self, start: int, end: int) -> npt.NDArray[np.int32]:
         """Tokens [start, end) of prompt and answer."""

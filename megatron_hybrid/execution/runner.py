@@ -231,6 +231,7 @@ class ModelRunner(Runner):
             attention = self._model.kernels.attention
             for cache in caches.kv.values():
                 attention.copy_tokens(cache, moves.copy_source, moves.copy_destination)
+            caches.copy_routed(moves.copy_source, moves.copy_destination)
         # Before the step stores its own; in the type that they were stored from, as the others are:
         # beside float32 all logits of the step would become that, and draws add up as their type
         # is loaded.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -152,6 +152,19 @@ class StateSpec:
         return tuple(shape)
 
 
+class RoutedSpec(NamedTuple):
+    """What is kept of the routers' choices for each token: of so many layers with experts, `chosen`
+    ids of this type."""
+
+    layers: int
+    chosen: int
+    dtype: torch.dtype
+
+    def bytes_per_token(self) -> int:
+        """Of all layers."""
+        return self.layers * self.chosen * self.dtype.itemsize
+
+
 class RecurrentRings(NamedTuple):
     """Inputs of one recurrent layer's last tokens, [rings, R, ...] each: see DecodeRuns."""
 
@@ -170,6 +183,21 @@ class LayerCaches:
     rings: dict[int, RecurrentRings] = field(default_factory=dict)  # where decodes have drafts
     packed: tuple[PackedStates, ...] = ()  # of the layers in `state`, where cached ones are packed
     rounding_seed: int | None = None  # of stochastic rounding of states; None: to the nearest
+    # [blocks, block_size, layers, chosen] experts of the tokens whose keys and values lie there, in
+    # the layers that have any; None: they are not kept
+    routed: Tensor | None = None
+
+    def copy_routed(self, source: Tensor, destination: Tensor) -> None:
+        """Places [tokens] each: as the keys and values there are copied."""
+        if self.routed is not None:
+            rows = self.routed.flatten(0, 1)
+            rows.index_copy_(0, destination.long(), rows.index_select(0, source))
+
+    def keep_routed(self, places: Tensor, chosen: Sequence[Tensor]) -> None:
+        """places [tokens]: as PagedSequences.kv_slot. chosen: of each layer [tokens, chosen]."""
+        if self.routed is not None:
+            ids = torch.stack(list(chosen), dim=1).to(self.routed.dtype)
+            self.routed.flatten(0, 1).index_copy_(0, places.long(), ids)
 
     @property
     def ring_length(self) -> int:
@@ -191,6 +219,7 @@ def allocate_caches(
     packed_dtype: torch.dtype | None = None,
     rounding_seed: int | None = None,
     arena: Arena | None = None,
+    routed: RoutedSpec | None = None,
 ) -> LayerCaches:
     """Zeroed caches, in memory of the `arena` if there is one.
 
@@ -198,7 +227,7 @@ def allocate_caches(
     0 keeps none. `num_rings`, `ring_length`: sequences that decode with drafts, and the tokens that
     a ring has room for (DecodeRuns); 0: there are none. `num_packed`, `packed_dtype`: slots behind
     the `num_slots` that hold packed states, and their type; None: none are packed. `rounding_seed`:
-    of LayerCaches.
+    of LayerCaches. `routed`: what is kept of the routers' choices; None: nothing.
     """
     zeros = partial(_zeros, device=device, arena=arena)
     kv = {}
@@ -229,8 +258,11 @@ def allocate_caches(
             layer: _rings(spec, (num_rings, ring_length), zeros)
             for layer, spec in state_specs.items()
         }
+    experts = None
+    if routed is not None:
+        experts = zeros((num_blocks, block_size, routed.layers, routed.chosen), routed.dtype)
     return LayerCaches(
-        kv, dict(sorted(state.items())), end_logits, rings, tuple(packed), rounding_seed
+        kv, dict(sorted(state.items())), end_logits, rings, tuple(packed), rounding_seed, experts
     )
 
 

@@ -194,6 +194,8 @@ class MoE(Mixer):
         known."""
         given, x = x, plain_rows(x)
         experts, weights = self.router(x, plans) if routes is None else routes
+        if plans.chosen is not None:
+            plans.chosen.append(experts)
         multiply, inner = plans.kernels.linear.multiply, given
         if self.to_latent is not None:
             inner = multiply(x, self.to_latent.weight, self.to_latent.bias)

@@ -35,11 +35,14 @@ class ModelStages:
     blocks: tuple[range, ...]  # of each stage
     kv_specs: dict[int, KVSpec]
     state_specs: dict[int, StateSpec]
+    last_routed: int = -1  # the last block of which the experts of every token are kept
 
     @property
     def last_mixing(self) -> int:
-        """Past this block tokens do not see each other any more."""
-        return max([*self.kv_specs, *self.state_specs], default=self.blocks[-1].stop - 1)
+        """Past this block tokens do not see each other any more, and only those whose logits are
+        wanted are computed."""
+        own = [*self.kv_specs, *self.state_specs] or [self.blocks[-1].stop - 1]
+        return max(*own, self.last_routed)
 
     def with_head(
         self, kv_specs: dict[int, KVSpec], state_specs: dict[int, StateSpec]

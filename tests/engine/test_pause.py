@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_hybrid.errors import InvalidRequestError, WeightsError, WeightsLostError
-from megatron_hybrid.request import PAUSE_MODES, FinishReason, RequestEvent, SamplingParams
+from megatron_hybrid.pause_mode import PAUSE_MODES
+from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams
 from tests.engine.symbolic import (
     CheckedEngine,
     answer,

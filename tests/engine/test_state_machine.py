@@ -8,7 +8,8 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from megatron_hybrid.request import PAUSE_MODES, FinishReason, SamplingParams
+from megatron_hybrid.pause_mode import PAUSE_MODES
+from megatron_hybrid.request import FinishReason, SamplingParams
 from tests.engine.symbolic import expected_answer, make_engine, random_tokens
 from tests.engine.symbolic_store import SymbolicStore
 from tests.thorough import usually

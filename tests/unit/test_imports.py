@@ -12,7 +12,7 @@ PACKAGE = "megatron_hybrid"
 # From the bottom to the top: a module may import what is in its own room or in one further down.
 # The longest name that fits is a module's room.
 ROOMS = """
-    errors values request request_checks reference_model
+    errors values pause_mode routed_experts request request_checks reference_model
     cache kv_events
     flag_names settings rank_layout batch_invariant_flags config arguments
     memory kernels parallel layers

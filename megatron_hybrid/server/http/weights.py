@@ -15,7 +15,7 @@ from flask import Flask, Response, request
 from werkzeug.exceptions import Forbidden
 
 from megatron_hybrid.errors import InvalidRequestError
-from megatron_hybrid.request import PauseMode
+from megatron_hybrid.pause_mode import PauseMode
 from megatron_hybrid.server.http.answering import request_body
 from megatron_hybrid.server.http.control import check_control
 from megatron_hybrid.server.http.http_errors import json_response

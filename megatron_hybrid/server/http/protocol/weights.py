@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from megatron_hybrid.request import PauseMode
+from megatron_hybrid.pause_mode import PauseMode
 from megatron_hybrid.server.http.protocol.parsing import Body, only
 
 MAX_NAME_LENGTH = 1024
