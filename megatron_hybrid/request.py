@@ -136,9 +136,8 @@ class SamplingParams:
         told what thoughts are (see text/thinking.py).
     Log-probabilities are the model's own, before any of these; with `tempered_logprobs` those of
         the answer are after its temperature, where 0 counts as 1, and before all else.
-    return_routed_experts: give the experts that each token was sent to; needs
-        enable_return_routed_experts. None: if that was given. routed_experts_prompt_start: only
-        from this position in the prompt on; its length: of the answer alone.
+    return_routed_experts: give the experts that each token was sent to; None: if the engine keeps
+        them. routed_experts_prompt_start: only from this position in the prompt on.
     n: answers to the same prompt; each draws from its own stream of the seed, the first one as with
         n = 1. The prompt is computed once.
     """
@@ -264,6 +263,9 @@ class SamplingParams:
         if (start := self.prompt_logprobs_start) >= length and start:
             words = f"is {start}, but the last of {length} tokens of {prompt} is at {length - 1}"
             raise wrong("prompt_logprobs_start", words)
+        if (start := self.routed_experts_prompt_start) > length:
+            words = f"is {start}, but {prompt} has {length} tokens"
+            raise wrong("routed_experts_prompt_start", words)
         wanted, room = self.max_tokens, limit - length
         if wanted is None or isinstance(wanted, Unasked):
             wanted = room if wanted is None else min(room, int(wanted))
@@ -381,9 +383,9 @@ class RequestEvent:
     are wanted; `prompt_logprobs` comes with the first token of choice 0, or the end where no token
     is wanted: one entry per prompt token from `prompt_logprobs_start` on, None for the prompt's
     first. `error` says why it failed, and `error_field` which field is to blame, if one is. With
-    the last event come `counters` (see docs/prefix_cache.md) and `routed_experts`, of the prompt,
-    too. With the first token come the seconds that it waited until it ran, which the last event has
-    again, and those from there to this token.
+    the last event come `counters` (see docs/prefix_cache.md) and `routed_experts`. With the first
+    token come the seconds that it waited until it ran, which the last event has again, and those
+    from there to this token.
     """
 
     request_id: str
@@ -421,8 +423,8 @@ class RequestOutput:
     """A request's whole result, as `LLM.generate` returns it.
 
     With n > 1 it is the first answer, and `choices` holds all of them, itself included.
-    `routed_experts` [positions, layers, top_k], uint8 or uint16, if it was asked for: see
-    RoutedExperts; None of an answer that ended before its prompt was computed.
+    `routed_experts` [positions, layers, top_k], if asked for, is what RoutedExperts says; None of
+    an answer that ended before its prompt was computed.
     """
 
     request_id: str

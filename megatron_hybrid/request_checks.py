@@ -113,15 +113,11 @@ def _as_array(token_ids: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[Any]:
         return np.asarray(token_ids, dtype=object)
 
 
-def validate_routed_experts(params: SamplingParams, prompt_tokens: int, *, are_kept: bool) -> None:
-    """Raise InvalidRequestError where experts are asked for that are not kept, or from a position
-    on that is not in the prompt or right behind it."""
+def validate_routed_experts(params: SamplingParams, *, are_kept: bool) -> None:
+    """Raise InvalidRequestError where experts are asked for that are not kept."""
     if params.return_routed_experts and not are_kept:
         words = f"is true, but experts are kept only by an engine that is started with {FLAG}"
         raise wrong("return_routed_experts", words)
-    if params.return_routed_experts is not False and are_kept:
-        name = "routed_experts_prompt_start"
-        check_integer(name, params.routed_experts_prompt_start, 0, prompt_tokens)
 
 
 def validate_in_one_step(length: int, most: int) -> None:

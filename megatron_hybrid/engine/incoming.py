@@ -83,7 +83,7 @@ class Incoming:
         validate_arrival(arrived)
         own_adapter = self._adapters.find(adapter)
         length = len(prompt_token_ids)
-        validate_routed_experts(params, length, are_kept=context.routed is not None)
+        validate_routed_experts(params, are_kept=context.routed is not None)
         max_tokens = params.longest_answer(length, limit, flag)
         if not self._chunked_prefill:
             validate_in_one_step(length, context.max_tokens)

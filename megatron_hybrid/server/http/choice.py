@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_hybrid.request import FinishReason, RequestEvent, TokenLogprob, VersionSpan
+from megatron_hybrid.routed_experts import RoutedExperts
 from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
 from megatron_hybrid.server.http.tool_calls.formats import Call
 from megatron_hybrid.server.http.tool_calls.reader import Piece, ToolCallReader
@@ -30,6 +31,7 @@ class Delta:
     in_order: where there are calls, these and the text as they were said.
     weight_versions: with the last delta, of the whole answer, if it has several or is asked for
     them.
+    routed_experts: with the last delta, of prompt and answer, if they were asked for.
     """
 
     index: int
@@ -42,6 +44,7 @@ class Delta:
     stop: str | None = None
     in_order: list[Piece] = field(default_factory=list)
     weight_versions: list[VersionSpan] = field(default_factory=list)
+    routed_experts: RoutedExperts | None = None
 
 
 class Choice(AnswerText):

@@ -118,6 +118,7 @@ class Generation:
         self.failure: int | None = None  # the HTTP status that fits what broke a stream off
         # By prompt: one entry a token, None for the first; there before choice 0 has ended.
         self.prompt_logprobs: dict[int, list[TokenLogprob | None]] = {}
+        self._ended: dict[int, Delta] = {}  # by choice, its last one, which is held back
         self._leave: Callable[[], None] | None = serving.take_place()
 
     def start(
@@ -243,7 +244,7 @@ class Generation:
         if event.queue_seconds is not None:  # with its first event, and with its last one
             self._times[choice.index].add(event)
         if choice.finish_reason is not None:
-            return []
+            return self._last_event(choice, event)
         if event.finish_reason is FinishReason.ERROR:
             if event.error is not None and event.error_field is not None:
                 raise InvalidRequestError(event.error_field, event.error)
@@ -255,8 +256,27 @@ class Generation:
             times = self._times[choice.index]
             times.ended, times.finish_reason = time.monotonic() - self._arrived, delta.finish_reason
             # Does nothing unless a stop string ended it here.
-            subscription.abort(event.request_id, event.index, FinishReason.STOP)
+            subscription.abort(
+                event.request_id, event.index, FinishReason.STOP, waits=self._wants_experts
+            )
+            self._ended[choice.index] = delta
+            return self._last_event(choice, event)
         return [delta]
+
+    @property
+    def _wants_experts(self) -> bool:
+        return self.wanted.params.return_routed_experts is not False
+
+    def _last_event(self, choice: Choice, event: RequestEvent) -> list[Delta]:
+        """The last delta of a choice that has ended, once; where experts are wanted, when the
+        engine has ended it, too."""
+        if event.finish_reason is None and self._wants_experts:
+            return []
+        delta = self._ended.pop(choice.index, None)
+        if delta is not None and event.routed_experts is not None:
+            tokens = event.prompt_tokens + choice.completion_tokens
+            delta.routed_experts = event.routed_experts.until(tokens)
+        return [] if delta is None else [delta]
 
     def close(self) -> None:
         """Abort what is still running. Always called, by whoever comes first."""

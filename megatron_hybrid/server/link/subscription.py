@@ -80,10 +80,14 @@ class Subscription:
         except queue.Empty:
             return events
 
-    def abort(self, request_id: str, index: int, reason: FinishReason) -> None:
-        """Stop caring for one answer, and let the engine know why."""
+    def abort(
+        self, request_id: str, index: int, reason: FinishReason, *, waits: bool = False
+    ) -> None:
+        """Stop caring for one answer, unless somebody `waits` for its last event, and let the
+        engine know why."""
         if (request_id, index) in self.open_answers:
-            self._forget(request_id, index)
+            if not waits:
+                self._forget(request_id, index)
             self.client.send(wire.AbortRequest(request_id, index, reason))
 
     def close(self) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from megatron_hybrid.request import FinishReason, TokenLogprob
 from megatron_hybrid.server.http.choice import Delta
@@ -73,6 +76,9 @@ class GenerateAnswers(TokenAnswers):
         if delta.finish_reason is not None:
             meta["e2e_latency"] = generation.seconds(delta.index)
             meta["weight_versions"] = self._weight_versions(delta.index)
+        if (experts := delta.routed_experts) is not None:
+            meta["routed_experts"] = b64encode(experts.array().astype(np.int32)).decode()
+            meta["routed_experts_start_len"] = experts.start
         answer: Chunk = {"text": so_far.text, "output_ids": so_far.token_ids, "meta_info": meta}
         if self._form.with_prompt:
             answer["prompt_token_ids"] = prompt.token_ids.tolist()

@@ -37,7 +37,7 @@ from megatron_hybrid.server.http.protocol.requests import (
 from megatron_hybrid.server.http.protocol.tools import AnyObject, Name
 
 _PLAIN = SamplingParams()
-_OnlyFalse, _OnlyZero, _OnlyOne, _OnlyEmpty = only(False), only(0), only(1), only([], "")
+_OnlyFalse, _OnlyOne, _OnlyEmpty = only(False), only(1), only([], "")
 
 
 class GenerateSampling(Body):
@@ -117,6 +117,8 @@ class GenerateRequest(Body):
     top_logprobs_num: With return_logprob: also this many likeliest tokens; for each prompt.
     return_text_in_logprobs: Their texts, too.
     return_prompt_token_ids: Give the prompt's token ids, too.
+    return_routed_experts: Give the experts that every token of prompt and answer was sent to.
+    routed_experts_start_len: Only from this position in the prompt on; for each prompt.
     stream: Send events while tokens come, each with all that there is so far.
     model: The model's name; left out: the one that is served.
     priority: A larger number runs first, as SGLang has it.
@@ -157,6 +159,8 @@ class GenerateRequest(Body):
     top_logprobs_num: Logprobs | list[Logprobs] | None = 0
     return_text_in_logprobs: bool | None = False
     return_prompt_token_ids: bool | None = False
+    return_routed_experts: bool | None = False
+    routed_experts_start_len: Count | list[Count] | None = 0
     stream: bool | None = False
     model: Name | None = None
     priority: Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)] | None = 0
@@ -186,8 +190,6 @@ class GenerateRequest(Body):
     received_time: float | None = None
 
     token_ids_logprob: _OnlyEmpty | None = None
-    return_routed_experts: _OnlyFalse | None = None
-    routed_experts_start_len: _OnlyZero | None = None
     return_indexer_topk: _OnlyFalse | None = None
     return_sampling_mask: _OnlyFalse | None = None
     sampling_logprobs_mode: Unsupported | None = None

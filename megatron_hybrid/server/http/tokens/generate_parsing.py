@@ -31,7 +31,10 @@ _INSIDE = {
     "structured_outputs.structural_tag": "structural_tag",
     "thinking_token_budget": "custom_params.thinking_budget",
 }
-_OUTSIDE = {"prompt_logprobs_start": "logprob_start_len"}
+_OUTSIDE = {
+    "prompt_logprobs_start": "logprob_start_len",
+    "routed_experts_prompt_start": "routed_experts_start_len",
+}
 # Fields of the same name that mean something else in an AnswerRequest, or are refused there.
 _NOT_TAKEN_OVER = ("no_stop_trim", "spaces_between_special_tokens")
 T = TypeVar("T")
@@ -82,6 +85,7 @@ def parse_generate(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -
     with_logprobs = _for_each("return_logprob", body.return_logprob, False, number)
     starts = _for_each("logprob_start_len", body.logprob_start_len, -1, number)
     tops = _for_each("top_logprobs_num", body.top_logprobs_num, 0, number)
+    experts_from = _for_each("routed_experts_start_len", body.routed_experts_start_len, 0, number)
     names = _names(body.rid, number, several)
     asked = []
     for index, (prompt, one) in enumerate(zip(prompts, sampling, strict=True)):
@@ -92,6 +96,8 @@ def parse_generate(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) -
             if with_logprobs[index]:
                 start, top = starts[index], tops[index]
                 wanted = replace(wanted, params=_as_sglangs(wanted.params, start, top))
+            if body.return_routed_experts:
+                wanted = replace(wanted, params=_routed(wanted.params, experts_from[index]))
         wanted = replace(wanted, called=names[index], adapter=adapters[index] or "")
         name = f"{field}[{index}]" if several else field
         asked.append(AskedPrompt(name, prompt, wanted, words))
@@ -150,6 +156,10 @@ def _as_sglangs(params: SamplingParams, start: int, top: int) -> SamplingParams:
     if start < 0:
         return params
     return replace(params, prompt_logprobs=top, prompt_logprobs_start=start)
+
+
+def _routed(params: SamplingParams, start: int) -> SamplingParams:
+    return replace(params, return_routed_experts=True, routed_experts_prompt_start=start)
 
 
 def _salt(salt: str, key: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any
 
 from megatron_hybrid.request import FinishReason, TokenLogprob
+from megatron_hybrid.routed_experts import RoutedExperts
 from megatron_hybrid.server.http.choice import Delta
 from megatron_hybrid.server.http.generation import Generation
 from megatron_hybrid.server.http.logprobs import finite, without_hurry
@@ -68,7 +70,7 @@ class InferenceAnswers(TokenAnswers):
             "finish_reason": reason,
             "stop_reason": choice.stop_reason if reason == FinishReason.STOP.value else None,
             "weight_versions": self._weight_versions(delta.index) if reason is not None else None,
-            "routed_experts": None,
+            "routed_experts": _routed(delta.routed_experts),
         }
 
     def _prompt_logprobs(self) -> list[Chunk | None] | None:
@@ -77,6 +79,14 @@ class InferenceAnswers(TokenAnswers):
         if known is None:
             return None
         return [None if one is None else _by_id(one) for one in without_hurry(known)]
+
+
+def _routed(experts: RoutedExperts | None) -> Chunk | None:
+    """As prime-rl's servers and routers have them; vLLM's own answer is a file of numpy's."""
+    if experts is None:
+        return None
+    shown = {"shape": experts.shape, "start": experts.start, "dtype": experts.dtype}
+    return {"data": b64encode(experts.data).decode(), **shown}
 
 
 def _entry(one: TokenLogprob) -> Chunk:

@@ -54,7 +54,8 @@ class InferenceSampling(Sampling):
     return_token_ids: The same.
     stream_interval: Changes nothing: an event comes with every step that has news.
     skip_reading_prefix_cache: Changes nothing: what is cached is the same as what is computed.
-    routed_experts_prompt_start: Changes nothing where no routed experts are asked for.
+    routed_experts_prompt_start: Where experts are given: only those from this position in the
+        prompt on.
     """
 
     max_tokens: Length | None = None
@@ -166,9 +167,13 @@ def parse_inference(values: dict[str, Any], options: ParseOptions = BY_DEFAULT) 
             logprobs=sampling.logprobs,
             thinking_token_budget=None if budget is None or budget < 0 else budget,
         )
-    if sampling.prompt_logprobs is not None:
-        params = replace(wanted.params, prompt_logprobs=sampling.prompt_logprobs)
-        wanted = replace(wanted, params=params)
+    params = replace(
+        wanted.params,
+        prompt_logprobs=sampling.prompt_logprobs,
+        return_routed_experts=None,  # wherever the server keeps them, as vLLM does
+        routed_experts_prompt_start=sampling.routed_experts_prompt_start or 0,
+    )
+    wanted = replace(wanted, params=params)
     asked = AskedPrompt(
         "token_ids", body.token_ids, replace(wanted, called=body.request_id or ""), words
     )

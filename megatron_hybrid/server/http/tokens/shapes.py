@@ -44,6 +44,14 @@ Generated = shape(
         cached_tokens=optional(says(Count, "Prompt tokens that were not computed.")),
         weight_version=says(str, "Of the weights that have computed its last token."),
         weight_versions=optional(_SPANS),
+        routed_experts=optional(
+            says(
+                str,
+                "Once it has ended, if return_routed_experts was true: int32 in base64, "
+                "[prompt_tokens + completion_tokens - 1 - start, num_hidden_layers, top_k].",
+            )
+        ),
+        routed_experts_start_len=optional(says(Count, "The start, beside them.")),
         e2e_latency=optional(says(float, "Seconds, once it has ended.")),
         input_token_logprobs=optional(says(list[_ENTRY], _LOGPROBS)),
         output_token_logprobs=optional(says(list[_ENTRY], _LOGPROBS)),
@@ -77,7 +85,17 @@ _CHOICE: dict[str, Any] = {
     | None,
     "stop_reason": says(int | str | None, "The id or the string that ended it."),
     "weight_versions": _SPANS | None,
-    "routed_experts": None,
+    "routed_experts": says(
+        shape(
+            "RoutedExperts",
+            data=says(str, "In base64, in C order."),
+            shape=says(tuple[Count, Count, Count], "Positions, num_hidden_layers, top_k."),
+            start=says(Count, "The first position."),
+            dtype=Literal["uint8", "uint16"],
+        )
+        | None,
+        "Once it has ended, with --enable-return-routed-experts.",
+    ),
 }
 _REASON = Literal["stop", "length", "abort"]
 _HEAD: dict[str, Any] = {
