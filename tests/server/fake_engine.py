@@ -28,6 +28,7 @@ from megatron_hybrid.request_checks import (
     validate_cache_checkpoints,
     validate_priority,
     validate_prompt,
+    validate_routed_experts,
 )
 from megatron_hybrid.server.http.protocol.answers import COUNTERS, COUNTERS_BY_NAME
 
@@ -210,6 +211,7 @@ class FakeEngine(DynamicInferenceEngine):
         prefilled_by: str = "",
     ) -> None:
         params.validate()
+        validate_routed_experts(params, are_kept=False)
         validate_priority(priority)
         validate_prompt(prompt_token_ids, self.vocab_size, self.max_seq_length)
         validate_cache_checkpoints(cache_checkpoints, len(prompt_token_ids))
