@@ -3,17 +3,12 @@ way that tokens can be computed."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-import torch
-from transformers import PreTrainedModel
 
 from megatron_hybrid import LLM, InvalidRequestError, RequestOutput, SamplingParams
 from megatron_hybrid.config import EngineConfig
@@ -25,88 +20,16 @@ from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.request import FinishReason, RequestEvent
 from megatron_hybrid.routed_experts import RoutedExperts
 from tests.knowing_drafter import Knowing, with_drafts
+from tests.routers import OPTIONS, Ids, Routers
 from tests.thorough import usually
 from tests.tiny_models import make_tiny_model
 
-Ids = npt.NDArray[Any]
-
-BLOCK = 16
-OPTIONS: dict[str, Any] = {
-    "inference_dynamic_batching_block_size": BLOCK,
-    "inference_dynamic_batching_buffer_size_gb": 0.01,
-    "inference_dynamic_batching_max_requests": 16,
-    "inference_dynamic_batching_prefix_caching_mamba_gb": 0.01,
-}
 BUFFER = "inference_dynamic_batching_buffer_size_gb"
 # Of these the first has experts in its last block, behind all that mixes tokens, and chooses by
 # groups; the second has a dense layer among the others.
 EVERY = ["nemotron_h_moe", "qwen3_next", "granite_moe_hybrid", "jamba", "lfm2_moe", "qwen3_5_moe"]
 FAMILIES = usually(EVERY[:2], EVERY)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, return_routed_experts=True)
-
-
-@dataclass
-class Routers:
-    """A tiny model and its routers' choices."""
-
-    folder: Path
-    model: PreTrainedModel
-    text: list[int]
-    known: dict[tuple[int, ...], Ids] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, family: str, folder: Path, **overrides: Any) -> Routers:
-        model = make_tiny_model(family, folder, **overrides)
-        generator = torch.Generator().manual_seed(11)
-        return cls(folder, model, torch.randint(0, 160, (1500,), generator=generator).tolist())
-
-    def llm(self, **options: Any) -> LLM:
-        every = {"enable_return_routed_experts": True, **OPTIONS, **options}
-        return LLM(str(self.folder), **every)
-
-    def prompts(self, *lengths: int) -> list[list[int]]:
-        """That share nothing."""
-        return [self.text[90 * i : 90 * i + length] for i, length in enumerate(lengths)]
-
-    def choices(self, tokens: Sequence[int]) -> Ids:
-        """[tokens, num_hidden_layers, top_k], ascending in each: of one forward pass without a
-        cache."""
-        if (found := self.known.get(tuple(tokens))) is not None:
-            return found
-        taken: dict[int, Ids] = {}
-
-        def taker(layer: int) -> Callable[[Any, Any, Any], None]:
-            def take(_: Any, __: Any, given: Any) -> None:
-                taken[layer] = next(one for one in given if not one.is_floating_point()).numpy()
-
-            return take
-
-        hooks = [
-            module.register_forward_hook(taker(int(re.findall(r"layers\.(\d+)\.", name)[0])))
-            for name, module in self.model.named_modules()
-            if type(module).__name__.lower().endswith("topkrouter")
-        ]
-        with torch.no_grad():
-            self.model(torch.tensor([tokens]))
-        for hook in hooks:
-            hook.remove()
-        (shape,) = {one.shape for one in taken.values()}
-        every = np.zeros((shape[0], self.model.config.num_hidden_layers, shape[1]), dtype=np.int64)
-        for layer, one in taken.items():
-            every[:, layer] = np.sort(one, axis=-1)
-        self.known[tuple(tokens)] = every
-        return every
-
-    def check(self, output: RequestOutput, start: int = 0) -> None:
-        """Of prompt and answer without its last token."""
-        tokens = output.prompt_token_ids + output.token_ids
-        self.check_ids(tokens, output.routed_experts, start)
-
-    def check_ids(self, tokens: list[int], found: Ids | None, start: int = 0) -> None:
-        assert found is not None and found.dtype == np.uint8
-        expected = self.choices(tokens)[start : len(tokens) - 1]
-        assert found.shape == expected.shape
-        np.testing.assert_array_equal(np.sort(found, axis=-1), expected)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -244,12 +167,20 @@ def test_those_that_end_before_their_prompt_is_computed_have_none(routers: Route
     assert experts_of(events) == experts_of(events, "s") == ([], None)
 
 
-def test_who_is_aborted_while_preempted_has_those_from_before(routers: Routers) -> None:
-    llm = routers.llm()
+@pytest.mark.parametrize("steps", [0, 1])
+def test_who_is_aborted_while_preempted_has_those_from_before(routers: Routers, steps: int) -> None:
+    """Also where a part was computed again."""
+    llm = routers.llm(
+        inference_dynamic_batching_max_tokens=16, inference_dynamic_batching_max_requests=4
+    )
     llm.engine.add_request("r", routers.text[:40], GREEDY)
     events = run_until(llm, lambda events: sum(len(e.token_ids) for e in events) >= 3)
     llm.engine.scheduler.preempt_all()
     llm.engine.reset()
+    llm.engine.runner._caches.routed.zero_()  # type: ignore[attr-defined]
+    for _ in range(steps):
+        assert not llm.engine.step()
+        llm.engine.scheduler.preempt_all()
     llm.engine.abort("r")
     events += run_until(llm, lambda _: not llm.engine.has_work())
     answer, experts = experts_of(events)

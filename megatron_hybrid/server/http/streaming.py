@@ -224,6 +224,7 @@ def _joined(pieces: list[Delta]) -> Delta:
         pieces[-1].stop,
         in_order if calls else [],
         pieces[-1].weight_versions,
+        pieces[-1].routed_experts,
     )
 
 

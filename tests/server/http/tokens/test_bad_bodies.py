@@ -124,6 +124,8 @@ WRONG_GENERATE = [
     ("top_logprobs_num", {"top_logprobs_num": [1, 2]}),
     ("token_ids_logprob", {"token_ids_logprob": [5]}),
     ("return_routed_experts", {"return_routed_experts": True}),
+    ("routed_experts_start_len", {"routed_experts_start_len": -1}),
+    ("routed_experts_start_len", {"routed_experts_start_len": [0, 0]}),
     ("return_hidden_states", {"return_hidden_states": True}),
     ("return_sampling_mask", {"return_sampling_mask": True}),
     ("lora_path", {"lora_path": "an-adapter"}),
