@@ -77,7 +77,7 @@ class GenerateAnswers(TokenAnswers):
             meta["e2e_latency"] = generation.seconds(delta.index)
             meta["weight_versions"] = self._weight_versions(delta.index)
         if (experts := delta.routed_experts) is not None:
-            meta["routed_experts"] = b64encode(experts.array().astype(np.int32)).decode()
+            meta["routed_experts"] = b64encode(experts.array().astype(np.int32).tobytes()).decode()
             meta["routed_experts_start_len"] = experts.start
         answer: Chunk = {"text": so_far.text, "output_ids": so_far.token_ids, "meta_info": meta}
         if self._form.with_prompt:
