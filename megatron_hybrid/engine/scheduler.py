@@ -30,6 +30,7 @@ from megatron_hybrid.cache import checkpoint_placement as placement
 from megatron_hybrid.cache.prefix_store import PrefixMatch
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.decodes import Decodes
+from megatron_hybrid.engine.open_requests import OpenRequests
 from megatron_hybrid.engine.outbox import Outbox
 from megatron_hybrid.engine.prefills import Prefills
 from megatron_hybrid.engine.speculation import Speculation
@@ -87,8 +88,8 @@ class Scheduler:
         self._dropped: list[tuple[list[TrackedRequest], BaseException]] = []  # not ended yet
         self.pause_mode: PauseMode | None = None  # of the pause that holds
         self.is_held = False  # nothing can be computed now, whatever the pause (see Sleeper)
-        # those that have not ended, by request_id and index
-        self._open: dict[str, dict[int, TrackedRequest]] = {}
+        self._open = OpenRequests()
+        self._sampled: Sequence[TrackedRequest] = ()  # those with tokens in flight
         self._step = 0
         self._epoch = context.cache.epoch  # of the keys by which those who wait are indexed
 
@@ -96,7 +97,7 @@ class Scheduler:
 
     def submit(self, requests: Sequence[TrackedRequest]) -> None:
         """Queue requests with one request_id and one prompt."""
-        self._open[requests[0].request_id] = {request.index: request for request in requests}
+        self._open.add(requests)
         for request in requests:
             if request.index:
                 request.first = requests[0]
@@ -108,21 +109,29 @@ class Scheduler:
         index: int | None = None,
         reason: FinishReason = FinishReason.ABORT,
     ) -> None:
-        """End all requests with this id, or one of them, wherever they are; a token in flight is
-        dropped. Ignored are unknown ids, and those whose last token is in flight."""
-        for request in list(self._open.get(request_id, {}).values()):
+        """End all requests with this id, or one of them, wherever they are. Ignored are unknown
+        ids, and those whose last token is in flight."""
+        for request in self._open.named(request_id):
             computes = request.status is RequestStatus.WAITING or request.running is not None
             if computes and index in (None, request.index):
-                self._finish(request, reason)
+                self._abort(request, reason)
+
+    def _abort(self, request: TrackedRequest, reason: FinishReason) -> None:
+        """A token in flight is dropped, but where the answer may be gone on with from what it has:
+        its state holds what that token is behind, and could not be found without it."""
+        if reason is FinishReason.ABORT and request.running and request in self._sampled:
+            self._leave(request.running)
+            self._open.abort(request)
+        else:
+            self._finish(request, reason)
 
     def knows(self, request_id: str) -> bool:
-        """Whether a request with this id has not ended."""
-        return request_id in self._open
+        """Whether a request with this id has neither ended nor been aborted."""
+        return bool(self._open.named(request_id))
 
     def started(self) -> list[TrackedRequest]:
         """Those that run, and those whose last token is in flight."""
-        known = [request for same_id in self._open.values() for request in same_id.values()]
-        return [request for request in known if request.status is RequestStatus.RUNNING]
+        return [request for request in self._open if request.status is RequestStatus.RUNNING]
 
     @property
     def num_running(self) -> int:
@@ -152,7 +161,7 @@ class Scheduler:
         if mode is PauseMode.ABORT:
             running = [running.request for running in self._running.values()]
             for request in [*running, *self._waiting.preempted()]:
-                self._finish(request, FinishReason.ABORT)
+                self._abort(request, FinishReason.ABORT)
 
     def resume(self) -> None:
         """Admit everybody again."""
@@ -320,7 +329,7 @@ class Scheduler:
             self.decodes.begin(running)
         self.decodes.publish_states(plan)
         self._totals["steps"] += 1
-        sampled = plan.sampled_rows
+        sampled, self._sampled = plan.sampled_rows, plan.sampled_owners
         rows.generated[sampled] += 1
         for row in sampled[rows.generated[sampled] >= rows.max_tokens[sampled]].tolist():
             self._leave(context.running_in(row))
@@ -330,12 +339,13 @@ class Scheduler:
     def receive(self, plan: StepPlan, result: StepResult) -> Received:
         """Note a step's tokens, but end nobody yet. Those of requests that have ended since the
         launch are dropped."""
-        written = result.tokens_by_row()
+        written, self._sampled = result.tokens_by_row(), ()
         # where a row has changed hands: before its new owner's first one
         self._context.rows.last_token[plan.sampled_rows] = [tokens[-1] for tokens in written]
         self._prefills.receive(plan, result)
         received: Received = []
         rows, logprobs, count = plan.sampled_rows.tolist(), result.logprobs, 0
+        version = self._context.weight_version
         for row, request, tokens in zip(rows, plan.sampled_owners, written, strict=True):
             if not request.is_open:
                 continue
@@ -345,7 +355,7 @@ class Scheduler:
             request.output += tokens
             if tokens and request.grammar is not None:
                 request.grammar.advance(tokens[-1])  # the only one: it has no drafts
-            event = self._event(request, tokens)
+            event = request.event(version, tokens)
             if logprobs and row in logprobs:
                 event.logprobs = logprobs[row]
             if request.prompt_logprobs is not None:
@@ -380,6 +390,8 @@ class Scheduler:
                 self._finish(request, FinishReason.STOP, event)
             elif len(request.output) == request.max_tokens:
                 self._finish(request, FinishReason.LENGTH, event)
+            elif self._open.is_aborted(request):
+                self._finish(request, FinishReason.ABORT, event)
             else:
                 self._events.append(event)
         while self._dropped:
@@ -396,7 +408,7 @@ class Scheduler:
         """End those of the requests that have not ended; nothing more of theirs is published."""
         for request in requests:
             if request.is_open:
-                event = self._event(request)
+                event = request.event(self._context.weight_version)
                 event.error = f"The step failed: {type(error).__name__}: {error}"
                 self._finish(request, FinishReason.ERROR, event)
 
@@ -413,11 +425,9 @@ class Scheduler:
             self._leave(request.running, keeps_end=reason is not FinishReason.ERROR)
         request.status = RequestStatus.FINISHED
         request.keys = None  # refers back to the request: without it, no cycle is left
-        del self._open[request.request_id][request.index]
-        if not self._open[request.request_id]:
-            del self._open[request.request_id]
+        self._open.remove(request)
         self._statistics.count_end(request, reason)
-        event = self._event(request) if event is None else event
+        event = event or request.event(self._context.weight_version)
         event.finish_reason = reason
         event.counters = dict(request.counters)
         event.queue_seconds = request.queue_seconds
@@ -435,16 +445,3 @@ class Scheduler:
         self.decodes.leave(running)
         del self._running[running.request.key]
         self._context.release(running)
-
-    def _event(self, request: TrackedRequest, token_ids: list[int] | None = None) -> RequestEvent:
-        # by position: this runs once for every token
-        return RequestEvent(
-            request.request_id,
-            request.index,
-            [] if token_ids is None else token_ids,
-            None,
-            None,
-            len(request.prompt),
-            request.cached_tokens,
-            self._context.weight_version,
-        )

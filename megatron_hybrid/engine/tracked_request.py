@@ -15,7 +15,7 @@ from megatron_hybrid.cache.checkpoint_placement import NO_HINTS, CheckpointHints
 from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.engine.adapters import NO_ADAPTER, Adapter
 from megatron_hybrid.errors import InvalidRequestError
-from megatron_hybrid.request import RequestStatus, SamplingParams, TokenLogprob
+from megatron_hybrid.request import RequestEvent, RequestStatus, SamplingParams, TokenLogprob
 from megatron_hybrid.text.grammar import AnswerMatcher
 from megatron_hybrid.text.thought_limit import ThoughtLimit
 
@@ -125,6 +125,20 @@ class TrackedRequest:
     def queue_seconds(self) -> float | None:
         """That it waited until it ran for the first time; None: it never did."""
         return None if self.admitted is None else self.admitted - self.arrived
+
+    def event(self, weight_version: str, token_ids: list[int] | None = None) -> RequestEvent:
+        """That these are new."""
+        # by position: this runs once for every token
+        return RequestEvent(
+            self.request_id,
+            self.index,
+            [] if token_ids is None else token_ids,
+            None,
+            None,
+            len(self.prompt),
+            self.cached_tokens,
+            weight_version,
+        )
 
     def read_experts(self, reader: RoutedReader, blocks: list[int], computed: int) -> None:
         """It stops: begin to read its experts from its blocks, if it wants them and so many

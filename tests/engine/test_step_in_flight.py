@@ -96,7 +96,8 @@ def test_a_stop_in_the_step_before_the_last_one_ends_the_answer_there():
         assert events[-1].finish_reason == reason
 
 
-def test_aborting_drops_the_token_in_flight_and_keeps_what_was_fed():
+def test_aborting_hands_out_the_token_in_flight_and_keeps_what_was_fed():
+    """So that who goes on with the answer computes one token."""
     engine = engine_in_flight()
     engine.add_request("a", T[:30], greedy(50))
     events = [event for _ in range(6) for event in engine.step()]
@@ -105,9 +106,39 @@ def test_aborting_drops_the_token_in_flight_and_keeps_what_was_fed():
     engine.check_integrity()
     assert engine.context.rows.num_free == 4
     (last,) = run(engine)["a"]
-    assert last.finish_reason is FinishReason.ABORT and not last.token_ids
-    history = T[:30] + tokens_of(events)
-    assert generate(engine, [history + [7]])[0].cached_tokens == 35
+    assert last.finish_reason is FinishReason.ABORT and len(last.token_ids) == 1
+    answered = tokens_of([*events, last])
+    assert answered == expected_answer(T[:30], 6)
+    assert generate(engine, [T[:30] + answered])[0].cached_tokens == 35
+
+
+@pytest.mark.parametrize("ways", ["stop", "twice"])
+def test_an_end_that_is_not_to_be_gone_on_with_drops_the_token_in_flight(ways: str):
+    engine = engine_in_flight()
+    engine.add_request("a", T[:30], greedy(50))
+    for _ in range(6):
+        engine.step()
+    if ways == "stop":  # what a stop string ends was handed out already
+        engine.abort("a", reason=FinishReason.STOP)
+    else:
+        engine.abort("a")
+        engine.abort("a", reason=FinishReason.STOP)  # too late
+    (last,) = run(engine)["a"]
+    aborted = ways == "twice"
+    assert last.finish_reason is (FinishReason.ABORT if aborted else FinishReason.STOP)
+    assert len(last.token_ids) == aborted and not engine.has_work()
+
+
+def test_an_aborted_answer_whose_last_step_is_lost_ends_with_an_error():
+    engine = engine_in_flight()
+    engine.add_request("a", T[:30], greedy(50))
+    for _ in range(5):
+        engine.step()
+    engine.runner.lose_next = RuntimeError("lost")
+    engine.step()
+    engine.abort("a")
+    (last,) = run(engine)["a"]
+    assert last.finish_reason is FinishReason.ERROR and not engine.has_work()
 
 
 def test_who_aborts_and_asks_again_under_the_same_name_gets_only_new_tokens():
