@@ -58,7 +58,8 @@ def test_tokens_and_log_probabilities_are_those_of_completions(
         assert answer["output_ids"] == choice["token_ids"] == want["token_ids"]
         assert answer["text"] == want["text"]
         ours = answer["meta_info"]["output_token_logprobs"]
-        assert [entry[0] for entry in ours] == pytest.approx(logprobs, abs=1e-6)
+        # Beside others sums in float32 have another order: 1.4e-6 were seen.
+        assert [entry[0] for entry in ours] == pytest.approx(logprobs, abs=1e-5)
         assert [entry[1] for entry in ours] == want["token_ids"]
         assert short["meta_info"]["output_token_logprobs"] == ours
         theirs = choice["logprobs"]["content"]
