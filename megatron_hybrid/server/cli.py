@@ -91,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_model_files(config)
         kv_events = KVEventsConfig.from_json(launch.kv_events_config)
         options = server_options(config, server, launch, layout)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_parent()
         if starts_ranks:
             arguments = ("-m", "megatron_hybrid.cli", "serve", *given)
             return run_ranks(layout.world_size, config.device, arguments)
@@ -99,8 +101,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 logger.info("%s", said)
             if options.sampling_defaults:
                 logger.info("%s", describe(options.sampling_defaults))
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            end_with_parent()
         with Watchdog(layout, launch.inference_rank_timeout) as watchdog:
             if layout.is_first_of_replica:
                 exit_code = _serve_first_rank(config, options, launch, kv_events, layout, watchdog)

@@ -38,6 +38,8 @@ CONTROL_PATHS = (
     "/shutdown_weight_transfer_engine",
     "/init_broadcaster",
     "/weight_info",
+    "/weights_checker",
+    "/get_world_size",
     "/sleep",
     "/wake_up",
     "/is_sleeping",

@@ -404,6 +404,10 @@ class FakeEngine(DynamicInferenceEngine):
         self._asleep -= set(tags or ())
 
     @property
+    def sleeping(self) -> list[str]:
+        return sorted(self._asleep)
+
+    @property
     def adapters(self) -> list[str]:
         return list(self._adapter_folders)
 

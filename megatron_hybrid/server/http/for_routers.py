@@ -12,6 +12,7 @@ from flask import Flask, Response, g
 from megatron_hybrid.server.http.answering import request_body
 from megatron_hybrid.server.http.generation import new_id
 from megatron_hybrid.server.http.http_errors import json_response
+from megatron_hybrid.server.http.launched import launched
 from megatron_hybrid.server.http.prepared import PreparedChat, PreparedCompletion
 from megatron_hybrid.server.http.protocol.generation_request import GenerationRequest
 from megatron_hybrid.server.http.serving import Serving
@@ -31,8 +32,10 @@ def _install_model(app: Flask, serving: Serving) -> None:
         info: dict[str, Any] = {"served_model_name": serving.options.model_name}
         for figures in serving.client.stats_by_engine().values():
             info["weight_bytes"] = figures["weight_bytes"]
+            info["enable_memory_saver"] = bool(figures["sleeping"])
             break
-        return json_response({**info, **_fingerprint(serving)})  # which came before the figures
+        # What comes from the engine unasked is there before its figures.
+        return json_response({**info, **launched(serving), **_fingerprint(serving)})
 
     @app.get("/model_info")
     @app.get("/get_model_info")

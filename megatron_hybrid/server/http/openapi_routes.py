@@ -77,6 +77,7 @@ _RENDER_CHAT = (f"{_CHAT[0]}/render", "Its prompt as token ids.", answers.Render
 _RENDER_TEXT = (f"{_TEXT[0]}/render", "Its prompts as token ids.", list[answers.RenderedPrompt])
 _PAUSE = "Start no more requests; answered when none runs."
 _UPDATE = "Overwrite the model's weights, from a folder or another process."
+_CHECK = "A digest of all weights, and whether it is the one of before."
 _FROM_TENSORS = (
     "/load_lora_adapter_from_tensors",
     "Let requests have an adapter whose tensors come from another process.",
@@ -207,6 +208,12 @@ ROUTES = [
         )
         for method in ("get", "post")
     ),
+    _sglang("/weights_checker", _CHECK, weights.CheckWeightsRequest)._replace(
+        answer=answers.CheckedWeights
+    ),
+    _get(
+        "/get_world_size", "Ranks that a group with a trainer has.", answers.WorldSize, 403, 503
+    )._replace(query=weights.WorldSizeQuery),
     _sglang("/pause_generation", _PAUSE, weights.PauseGenerationRequest),
     _sglang("/continue_generation", "Go on after a pause.", weights.ResumeRequest),
     _sglang("/init_weights_update_group", _GROUP, weights.InitGroupRequest),

@@ -19,6 +19,7 @@ from megatron_hybrid.pause_mode import PauseMode
 from megatron_hybrid.server.http.answering import request_body
 from megatron_hybrid.server.http.control import check_control
 from megatron_hybrid.server.http.http_errors import json_response
+from megatron_hybrid.server.http.launched import launched
 from megatron_hybrid.server.http.protocol import weights as bodies
 from megatron_hybrid.server.http.protocol.parsing import Body, parse_body, read
 from megatron_hybrid.server.http.serving import Serving
@@ -94,6 +95,13 @@ class Control:
     def stats(self) -> dict[str, Any]:
         """The engine's."""
         return self._serving.client.stats()
+
+    def world_size(self, of_all: bool) -> int:
+        """Ranks of the model, of one replica or of all."""
+        self._serving.client.check()
+        values = launched(self._serving)
+        number: int = values["num_gpus"]
+        return number if of_all else number // values["dp_size"]
 
     def from_prime(self, path: str) -> FromPrime:
         """What prime-rl has written there, or sends, where its group is there: then nobody reads
@@ -249,6 +257,13 @@ def _install_sglang(app: Flask, control: Control) -> None:
         source = FromHandles(pickled, in_one=wanted.load_format is not None)
         return _succeeded(control.update(source, wanted.weight_version, field))
 
+    @app.post("/weights_checker")
+    def weights_checker() -> Response:
+        action = control.body(bodies.CheckWeightsRequest).action
+        values = control.ask(wire.CheckWeights, action, field="action")
+        found = {name: values[name] for name in ("checksum",) if name in values}
+        return _succeeded(values, **found)
+
     @app.post("/update_weights_from_disk")
     def update_weights_from_disk() -> Response:
         wanted = control.body(bodies.FromDiskRequest)
@@ -295,6 +310,11 @@ def _install_vllm(app: Flask, control: Control) -> None:
         )
         return done(control.ask(wire.OpenGroup, group, field="host"))
 
+    @app.get("/get_world_size")
+    def get_world_size() -> Response:
+        of_all = control.query(bodies.WorldSizeQuery).include_dp
+        return json_response({"world_size": control.world_size(of_all is not False)})
+
     @app.get("/weight_info")
     def weight_info() -> Response:
         control.check_allowed()
@@ -306,9 +326,9 @@ def done(values: dict[str, Any]) -> Response:
     return json_response({"status": "ok", **_weights_of(values)})
 
 
-def _succeeded(values: dict[str, Any]) -> Response:
+def _succeeded(values: dict[str, Any], **more: Any) -> Response:
     """Of a route of SGLang's."""
-    return json_response({"success": True, "message": "Done.", **_weights_of(values)})
+    return json_response({"success": True, "message": "Done.", **more, **_weights_of(values)})
 
 
 def _weights_of(values: dict[str, Any]) -> dict[str, Any]:

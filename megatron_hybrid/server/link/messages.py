@@ -159,6 +159,12 @@ class WakeUp(Query, frozen=True):
     tags: list[str]
 
 
+class CheckWeights(Query, frozen=True):
+    """See loop.weight_check. Answered with their `checksum`, but for "reset_tensors"."""
+
+    action: str
+
+
 class LoadAdapter(Query, frozen=True):
     """Let requests have an adapter by this name. `config`: what its adapter_config.json would say,
     of one that is no folder. Unless `in_place`, refused for a name that there is already."""
@@ -336,7 +342,15 @@ class EngineEnded(Reply, frozen=True):
 WeightsQuery = UpdateWeights | BeginUpdate | FinishUpdate | NameWeights
 AdapterQuery = LoadAdapter | UnloadAdapter
 ControlQuery = (
-    Pause | Resume | WeightsQuery | OpenGroup | CloseGroup | Sleep | WakeUp | AdapterQuery
+    Pause
+    | Resume
+    | WeightsQuery
+    | OpenGroup
+    | CloseGroup
+    | Sleep
+    | WakeUp
+    | CheckWeights
+    | AdapterQuery
 )
 AnyQuery = GetStats | AbortAnswers | AbortAll | ResetPrefixCache | ControlQuery
 AnyCommand = Join | Joined | Left | AddRequest | AbortRequest | AnyQuery

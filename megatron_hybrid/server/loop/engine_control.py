@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid.errors import InvalidRequestError, RequestError, SleepError, WeightsError
 from megatron_hybrid.server.link import messages as wire
+from megatron_hybrid.server.loop.weight_check import WeightCheck
 from megatron_hybrid.weight_transfer.requests import FromFolder, FromGroup, FromPrime
 
 if TYPE_CHECKING:  # torch takes seconds, during which the front end already starts
@@ -50,6 +51,10 @@ class EngineControl:
     _pauses: list[tuple[bytes, wire.Pause]] = field(default_factory=list)  # not answered yet
     _job: _Job | None = None
     _goes_on: bool = False  # when the update in several pieces is finished
+    _check: WeightCheck = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._check = WeightCheck(self.engine)
 
     def take(self, client: bytes, query: wire.ControlQuery) -> None:
         """Begin what the query asks for. Some answers come with `proceed`."""
@@ -170,6 +175,9 @@ class EngineControl:
                 self.engine.sleep(tags, query.keep_weights)
             case wire.WakeUp(tags=tags):
                 self.engine.wake_up(tags)
+            case wire.CheckWeights(action=action):
+                self.engine.come_to_rest()
+                return self._check.run(action)
             case wire.LoadAdapter(name=name):
                 self._load_adapter(query)
                 return {"adapters": self.engine.adapter_folders}
@@ -231,6 +239,8 @@ def _words(query: wire.ControlQuery) -> str:
             return f"Requests for adapter {name!r}"
         case wire.Sleep() | wire.WakeUp():
             return "The device's memory and its tenants"
+        case wire.CheckWeights(action=action):
+            return f"The weights, for {action},"
         case wire.OpenGroup(group=group):
             return f"The members of group {group.name!r}"
         case wire.CloseGroup(name=name):

@@ -28,7 +28,7 @@ _DEEPER = (
     *("thinking_token_budget", "thinking_budget", "custom_params"),
     *("json_schema", "regex", "ebnf", "truncate_prompt_tokens"),
     *("weight_dir", "update_info", "init_info", "host", "group_name", "names", "model_path"),
-    *("serialized_named_tensors", "body"),
+    *("serialized_named_tensors", "body", "action"),
     *("input_ids", "sampling_params", "logprob_start_len", "top_logprobs_num", "return_logprob"),
     *("lora_path", "rid"),
 )

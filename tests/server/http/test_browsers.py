@@ -18,7 +18,7 @@ from megatron_hybrid.server.options import ServerOptions
 from tests.server.fake_engine import FakeEngine
 
 HELLO = {"prompt": "Hello", "max_tokens": 2, "temperature": 0}
-ARE_READ = ("/is_paused", "/weight_info", "/is_sleeping")
+ARE_READ = ("/is_paused", "/weight_info", "/is_sleeping", "/get_world_size")
 BODIES: dict[str, Any] = {
     **{path: {} for path in CONTROL_PATHS if path not in ARE_READ},
     "/v1/completions": HELLO,

@@ -142,7 +142,7 @@ def test_every_get_route_answers_with_all_fields_that_are_described_and_no_other
     own += "/server_info /get_server_info /model_info /get_model_info /get_load /v1/loads".split()
     own += ["/openapi.json", "/health_generate", "/liveness"]
     own += ["/weight_version", "/get_weight_version"]
-    own += ["/is_paused", "/weight_info", "/is_sleeping"]
+    own += ["/is_paused", "/weight_info", "/is_sleeping", "/get_world_size"]
     assert seen == [*responses, "/v1/models", "/v1/models/{name}", *own]
     health = document["components"]["schemas"]["Health"]["properties"]
     assert set(health) == {"status", "engine_pid"}

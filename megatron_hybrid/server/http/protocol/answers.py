@@ -242,6 +242,14 @@ _WEIGHTS: dict[str, Any] = {
 }
 Controlled = shape("Controlled", status=Literal["ok"], **_WEIGHTS)
 Succeeded = shape("Succeeded", success=Literal[True], message=str, **_WEIGHTS)
+CheckedWeights = shape(
+    "CheckedWeights",
+    success=Literal[True],
+    message=str,
+    checksum=optional(says(str, "Of all weights; not with reset_tensors.")),
+    **_WEIGHTS,
+)
+WorldSize = shape("WorldSize", world_size=says(Count, "Ranks of the model."))
 Paused = shape("Paused", is_paused=bool)
 Sleeping = shape("Sleeping", is_sleeping=bool)
 Loaded = shape(
@@ -258,6 +266,18 @@ _REPLICA_INFO = shape("ReplicaInfo", system_fingerprint=str)
 ServerInfo = shape(
     "ServerInfo",
     served_model_name=str,
+    version=optional(str),
+    model_path=optional(says(str, "As in /model_info.")),
+    tp_size=optional(Count),
+    pp_size=optional(Count),
+    ep_size=optional(Count),
+    dp_size=optional(says(Count, "Replicas.")),
+    num_gpus=optional(says(Count, "Ranks of all replicas.")),
+    dtype=optional(str | None),
+    kv_cache_dtype=optional(str | None),
+    quantization=optional(str | None),
+    enable_memory_saver=optional(says(bool, "Whether it can sleep.")),
+    enable_return_routed_experts=optional(bool),
     weight_bytes=optional(
         says(dict[str, Count], "What one rank's weights take, by format, once the engine is there.")
     ),

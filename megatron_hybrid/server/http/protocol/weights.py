@@ -260,6 +260,25 @@ class MemoryRequest(Theirs):
     keep_weights: bool | None = False
 
 
+class CheckWeightsRequest(Theirs):
+    """Of /weights_checker.
+
+    action: checksum: a digest of all weights; snapshot: remember it; compare: 400 unless it is the
+        same now; reset_tensors: the weights are given up, and have to be brought again.
+    """
+
+    action: Literal["checksum", "snapshot", "compare", "reset_tensors"]
+
+
+class WorldSizeQuery(Theirs):
+    """Of /get_world_size.
+
+    include_dp: Count the ranks of all replicas, not of one.
+    """
+
+    include_dp: bool | None = True
+
+
 class PauseGenerationRequest(Theirs):
     """Of /pause_generation.
 

@@ -1,0 +1,71 @@
+"""/weights_checker and /get_world_size, before an engine that has no weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from flask.testing import FlaskClient
+
+from tests.server.fake_engine import FakeEngine
+
+
+def check(http: FlaskClient, action: str) -> tuple[int, dict[str, Any]]:
+    answer = http.post("/weights_checker", json={"action": action, "skip_list": []})
+    return answer.status_code, answer.get_json()
+
+
+def test_a_snapshot_is_compared_with_what_is_there_now(
+    http: FlaskClient, engine: FakeEngine
+) -> None:
+    code, said = check(http, "compare")
+    assert code == 400 and "no snapshot" in said["error"]["message"]
+    for action in ("checksum", "snapshot", "compare"):
+        code, said = check(http, action)
+        assert (code, said["success"], said["checksum"]) == (200, True, "first")
+    engine.change_weights("b", None)
+    assert check(http, "checksum")[1]["checksum"] == "b"
+    code, said = check(http, "compare")
+    assert code == 400 and said["error"]["param"] == "action"
+    assert "digest is b, and was first" in said["error"]["message"]
+    engine.change_weights("first", None)
+    assert check(http, "compare")[0] == 200
+    assert not engine.is_paused
+
+
+def test_reset_gives_the_weights_up_between_two_steps(
+    http: FlaskClient, engine: FakeEngine
+) -> None:
+    code, said = check(http, "reset_tensors")
+    assert code == 200 and "checksum" not in said
+    assert engine.log == ["pause keep", "sleep weights False", "wake weights", "resume"]
+    engine.refuses_to_sleep = True
+    assert check(http, "reset_tensors")[0] == 409
+
+
+def test_weights_that_sleep_or_come_in_pieces_are_not_read(
+    http: FlaskClient, engine: FakeEngine
+) -> None:
+    engine.sleep(("weights",))
+    code, said = check(http, "checksum")
+    assert code == 409 and "wake them up first" in said["error"]["message"]
+    engine.wake_up(("weights",))
+    assert http.post("/start_weight_update", json={}).status_code == 200
+    code, said = check(http, "snapshot")
+    assert code == 400 and "finish that first" in said["error"]["message"]
+    assert http.post("/finish_weight_update", json={}).status_code == 200
+
+
+@pytest.mark.parametrize("action", ["reset", None, 1])
+def test_another_action_is_refused(http: FlaskClient, engine: FakeEngine, action: Any) -> None:
+    answer = http.post("/weights_checker", json={"action": action})
+    assert answer.status_code == 400 and answer.get_json()["error"]["param"] == "action"
+    assert engine.log == []
+
+
+def test_the_world_is_all_ranks_of_all_replicas(http: FlaskClient) -> None:
+    info = http.get("/server_info").get_json()
+    assert info["num_gpus"] == info["tp_size"] * info["pp_size"] * info["dp_size"] == 1
+    for query in ("", "?include_dp=true", "?include_dp=false"):
+        assert http.get(f"/get_world_size{query}").get_json() == {"world_size": 1}
+    assert http.get("/get_world_size?include_dp=perhaps").status_code == 400
