@@ -16,7 +16,7 @@ from megatron_hybrid.ray.process import RankProcess
 from megatron_hybrid.server.link.run_folder import RunFolder
 
 ENDING_SECONDS = 10.0
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.5
 
 
 class ServerError(RuntimeError):

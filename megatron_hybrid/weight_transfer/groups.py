@@ -78,6 +78,7 @@ class TorchGroup:
         """`seconds`: how long to wait, for the others and for what they send. `store`: in which
         they meet; None: the one at that address. Raises WeightsError if no group comes about."""
         self._seconds, self._backend = seconds, backend
+        self._name = c10d.GroupName(name)
         # A rank 0's store has to live as long as the group.
         self._store = meet(address, seconds, multi_tenant=True) if store is None else store
         try:
@@ -87,7 +88,7 @@ class TorchGroup:
                 [],
                 c10d.Backend(backend),
                 c10d.PrefixStore(name, self._store),
-                group_name=c10d.GroupName(name),
+                group_name=self._name,
                 # Past it a group's own watchdog ends the process: we look at the time ourselves.
                 timeout=timedelta(seconds=4 * seconds),
             )
@@ -118,6 +119,7 @@ class TorchGroup:
             self._group.shutdown()
         c10d._world.pg_names.pop(self._group, None)
         c10d._world.pg_map.pop(self._group, None)
+        c10d._unregister_process_group(self._name)  # which another group may have then
 
 
 def wait_until(is_done: Callable[[], bool], seconds: float) -> None:
