@@ -81,6 +81,7 @@ TEST = [
     "pytest-xdist>=3.6",
     "hypothesis>=6.100",
     "openai>=2.0",
+    "aiohttp>=3.11",  # examples/rl asks with it
     "peft>=0.21",  # the oracle of adapters
     "schemathesis>=4",  # requests made from /openapi.json
     "playwright>=1.50",  # drives the system's Chromium against the page at /

@@ -55,13 +55,15 @@ class WeightSender:
         host: str = "127.0.0.1",
         seconds: float = 300.0,
         peers: dist.ProcessGroup | None = None,
+        group: str = GROUP,
     ) -> None:
         """`key`: of --admin-api-key. `ranks_of_each`: the model's ranks behind each URL. `host`:
         this machine's, as the servers know it. `seconds`: to wait. `peers`: a group over gloo, in
-        which this process is. Raises SendError."""
+        which this process is. `group`: what the servers call the one with them; of several senders
+        to one server each has another. Raises SendError."""
         self._is_first = peers is None or dist.get_rank(peers) == 0
         self._urls, self._key, self._seconds = list(urls) if self._is_first else [], key, seconds
-        self._device, self._peers = torch.device(device), peers
+        self._device, self._peers, self._name = torch.device(device), peers, group
         self._way = way or ("ipc" if self._device.type == "cuda" else "gloo")
         self._group: TorchGroup | None = None
         self._pool = ThreadPoolExecutor(max(1, len(self._urls)), "weight_sender")
@@ -77,14 +79,14 @@ class WeightSender:
             "master_address": host,
             "master_port": store.port,
             "world_size": size,
-            "group_name": GROUP,
+            "group_name": self._name,
             "backend": self._way,
         }
         bodies = [
             {**common, "rank_offset": 1 + number * ranks} for number in range(len(self._urls))
         ]
         with self._asking("/init_weights_update_group", bodies):
-            self._group = TorchGroup(address, GROUP, self._way, self._seconds, store)
+            self._group = TorchGroup(address, self._name, self._way, self._seconds, store)
 
     def send(self, weights: Named | Mapping[str, Tensor], version: str | None = None) -> None:
         """All of these, as one update. Raises SendError."""
@@ -113,7 +115,7 @@ class WeightSender:
             "names": names,
             "dtypes": dtypes,
             "shapes": shapes,
-            "group_name": GROUP,
+            "group_name": self._name,
             "load_format": "flattened_bucket",
         }
 
@@ -136,7 +138,7 @@ class WeightSender:
     def close(self) -> None:
         """Leave the group."""
         if self._group is not None:
-            bodies = [{"group_name": GROUP}] * len(self._urls)
+            bodies = [{"group_name": self._name}] * len(self._urls)
             with self._asking("/destroy_weights_update_group", bodies):
                 self._group.close()
             self._group = None

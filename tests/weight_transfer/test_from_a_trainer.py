@@ -21,6 +21,7 @@ from megatron_hybrid import LLM, SamplingParams
 from megatron_hybrid.training.weight_sender import GROUP, SendError, WeightSender
 from tests.server.running import ServerProcess
 from tests.tiny_models import make_tiny_model
+from tests.weight_transfer.peers import send_from_two
 
 FLAGS = (
     "--port", "0", "--device", "cpu", "--inference-dynamic-batching-buffer-size-gb", "0.02",
@@ -134,6 +135,15 @@ def test_new_weights_answer_as_a_fresh_engine_and_nothing_old_is_found(
     assert choice["token_ids"] == new
     assert choice["weight_versions"] == [{"version": "b", "start": 0, "end": 8}]
     assert server.answer()["usage"]["prompt_tokens_details"]["cached_tokens"] == len(PROMPT)
+
+
+def test_of_several_processes_that_send_one_asks_and_all_hear(
+    server: Server, tmp_path: Path
+) -> None:
+    told = send_from_two(server.url, server.folders[1] / "model.safetensors", tmp_path)
+    assert [one[0] for one in told] == [f"sent {len(server.weights[1])}"] * 2
+    assert all("no.such.weight" in one[1] for one in told)
+    assert server.tokens() == server.expected[1]
 
 
 def test_pieces_of_sglangs_trainers_each_tensor_by_itself(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
 
+from megatron_hybrid.server.http.serving import Serving
+from megatron_hybrid.server.link import messages as wire
 from tests.server.fake_engine import FakeEngine
 
 
@@ -63,7 +66,23 @@ def test_another_action_is_refused(http: FlaskClient, engine: FakeEngine, action
     assert engine.log == []
 
 
-def test_the_world_is_all_ranks_of_all_replicas(http: FlaskClient) -> None:
+def test_ranks_are_those_of_all_replicas(
+    http: FlaskClient, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode = {"parallel": [4, 2, 8, 1], "dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}
+    found = wire.Fingerprint("fp", {"mode": mode, "model": {}})
+    monkeypatch.setattr(serving.client, "fingerprints", lambda: {"0": found, "1": found})
+    serving.options = dataclasses.replace(serving.options, data_parallel_size=3)
+    info = http.get("/server_info").get_json()
+    sizes = [info[f"{kind}_size"] for kind in ("tp", "pp", "ep", "dp")]
+    assert (sizes, info["num_gpus"]) == ([4, 2, 8, 3], 24)
+    assert (info["dtype"], info["kv_cache_dtype"]) == ("bfloat16", "float8_e4m3fn")
+    assert (info["quantization"], info["enable_return_routed_experts"]) == (None, False)
+    for query, ranks in (("", 24), ("?include_dp=false", 8)):
+        assert http.get(f"/get_world_size{query}").get_json() == {"world_size": ranks}
+
+
+def test_one_rank_is_a_world(http: FlaskClient) -> None:
     info = http.get("/server_info").get_json()
     assert info["num_gpus"] == info["tp_size"] * info["pp_size"] * info["dp_size"] == 1
     for query in ("", "?include_dp=true", "?include_dp=false"):
