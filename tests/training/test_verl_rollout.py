@@ -289,6 +289,32 @@ def test_what_cannot_be_is_said_before_anything_starts(
         asyncio.run(wide.launch_servers())
 
 
+@pytest.mark.parametrize(
+    ("mode", "tags", "keeps"),
+    [
+        ("hybrid", ["weights", "kv_cache"], False),  # new ones will come
+        ("colocated", ["weights", "kv_cache"], True),
+        ("standalone", ["kv_cache"], True),
+    ],
+)
+def test_what_sleeps_depends_on_who_brings_weights(
+    ours: Any, make_config: Callable[..., Any], mode: str, tags: list[str], keeps: bool
+) -> None:
+    asked = []
+
+    class Recorder(ours.Server):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            self._config, self._mode = config, ours.RolloutMode(mode)
+
+        async def _ask(self, path: str, **body: Any) -> None:
+            asked.append((path, body))
+
+    asyncio.run(Recorder(make_config()).sleep())
+    assert asked == [("/release_memory_occupation", {"tags": tags, "keep_weights": keeps})]
+    asyncio.run(Recorder(make_config(free_cache_engine=False)).sleep())
+    assert len(asked) == 1
+
+
 def test_a_server_that_ends_at_its_start_says_why(
     ours: Any, make_config: Callable[..., Any]
 ) -> None:
