@@ -74,6 +74,7 @@ class ServerOptions(ParseOptions):
     model_name: str
     other_names: tuple[str, ...] = ()  # that the model is served under as well
     api_keys: tuple[ApiKey, ...] = ()
+    returns_routed_experts: bool = False  # whether the engine keeps which experts tokens had
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(5000, "port to listen on; 0 takes a free one", most=65535)

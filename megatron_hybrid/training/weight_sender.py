@@ -18,6 +18,7 @@ import json
 import pickle
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,7 +33,6 @@ from megatron_hybrid.weight_transfer.groups import GroupAddress, TorchGroup
 from megatron_hybrid.weight_transfer.packing import pack
 
 BUCKET_BYTES = 512 * 2**20
-GROUP = "weight_sender"
 Named = Iterable[tuple[str, Tensor]]
 
 
@@ -55,16 +55,15 @@ class WeightSender:
         host: str = "127.0.0.1",
         seconds: float = 300.0,
         peers: dist.ProcessGroup | None = None,
-        group: str = GROUP,
     ) -> None:
         """`key`: of --admin-api-key. `ranks_of_each`: the model's ranks behind each URL. `host`:
         this machine's, as the servers know it. `seconds`: to wait. `peers`: a group over gloo, in
-        which this process is. `group`: what the servers call the one with them; of several senders
-        to one server each has another. Raises SendError."""
+        which this process is. Raises SendError."""
         self._is_first = peers is None or dist.get_rank(peers) == 0
         self._urls, self._key, self._seconds = list(urls) if self._is_first else [], key, seconds
-        self._device, self._peers, self._name = torch.device(device), peers, group
+        self._device, self._peers = torch.device(device), peers
         self._way = way or ("ipc" if self._device.type == "cuda" else "gloo")
+        self.group_name = f"weight_sender_{uuid.uuid4().hex}"  # torch has one group of a name
         self._group: TorchGroup | None = None
         self._pool = ThreadPoolExecutor(max(1, len(self._urls)), "weight_sender")
         if self._way != "ipc" and self._is_first:
@@ -79,14 +78,14 @@ class WeightSender:
             "master_address": host,
             "master_port": store.port,
             "world_size": size,
-            "group_name": self._name,
+            "group_name": self.group_name,
             "backend": self._way,
         }
         bodies = [
             {**common, "rank_offset": 1 + number * ranks} for number in range(len(self._urls))
         ]
         with self._asking("/init_weights_update_group", bodies):
-            self._group = TorchGroup(address, self._name, self._way, self._seconds, store)
+            self._group = TorchGroup(address, self.group_name, self._way, self._seconds, store)
 
     def send(self, weights: Named | Mapping[str, Tensor], version: str | None = None) -> None:
         """All of these, as one update. Raises SendError."""
@@ -115,7 +114,7 @@ class WeightSender:
             "names": names,
             "dtypes": dtypes,
             "shapes": shapes,
-            "group_name": self._name,
+            "group_name": self.group_name,
             "load_format": "flattened_bucket",
         }
 
@@ -132,13 +131,13 @@ class WeightSender:
         if self._peers is not None:
             each = [by_gpu] * dist.get_world_size(self._peers)  # to be overwritten
             dist.all_gather_object(each, by_gpu, group=self._peers)
-            by_gpu = {uuid: handle for one in each for uuid, handle in one.items()}
+            by_gpu = {gpu: handle for one in each for gpu, handle in one.items()}
         return base64.b64encode(pickle.dumps(by_gpu)).decode()
 
     def close(self) -> None:
         """Leave the group."""
         if self._group is not None:
-            bodies = [{"group_name": self._name}] * len(self._urls)
+            bodies = [{"group_name": self.group_name}] * len(self._urls)
             with self._asking("/destroy_weights_update_group", bodies):
                 self._group.close()
             self._group = None

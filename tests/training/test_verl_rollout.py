@@ -134,7 +134,7 @@ class Trainer:
             await asyncio.sleep(0.05)
 
     async def end(self) -> None:
-        if self.adapter._sender is not None:  # a process has one of them
+        if self.adapter._sender is not None:
             await asyncio.to_thread(self.adapter._sender.close)
         await self.replica.servers[0].shutdown.remote()
         with pytest.raises(OSError):

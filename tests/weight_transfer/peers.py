@@ -24,7 +24,7 @@ def _send(rank: int, url: str, weights: str, folder: str) -> None:
     meet, wait = f"file://{folder}/meet", timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=wait)
     told = []
-    sender = WeightSender([url], seconds=30, peers=dist.group.WORLD, group="peers")
+    sender = WeightSender([url], seconds=30, peers=dist.group.WORLD)
     drawn = []
 
     def all_weights():  # type: ignore[no-untyped-def]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_hybrid import LLM, SamplingParams
-from megatron_hybrid.training.weight_sender import GROUP, SendError, WeightSender
+from megatron_hybrid.training.weight_sender import SendError, WeightSender
 from tests.server.running import ServerProcess
 from tests.tiny_models import make_tiny_model
 from tests.weight_transfer.peers import send_from_two
@@ -158,7 +158,7 @@ def test_pieces_of_sglangs_trainers_each_tensor_by_itself(
             "names": [name for name, _ in part],
             "dtypes": [str(tensor.dtype) for _, tensor in part],
             "shapes": [list(tensor.shape) for _, tensor in part],
-            "group_name": GROUP,
+            "group_name": sender.group_name,
             "flush_cache": False,
             "weight_version": f"b{start}",
         }
@@ -203,7 +203,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_overwritten_and_the_tra
     server: Server, sender: WeightSender, change: Any, message: str
 ) -> None:
     name = "model.embed_tokens.weight"
-    body = {"names": [name], "dtypes": ["float32"], "shapes": [[512, 64]], "group_name": GROUP}
+    body = {
+        "names": [name],
+        "dtypes": ["float32"],
+        "shapes": [[512, 64]],
+        "group_name": sender.group_name,
+    }
     wrong = change(body)
     kind = getattr(torch, wrong["dtypes"][0])
     with (
@@ -220,8 +225,8 @@ def test_bad_bodies_are_refused(server: Server, sender: WeightSender, tmp_path: 
     path = "/update_weights_from_distributed"
     body = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "unknown"}
     status, words = server.refused(path, body)
-    assert status == 400 and "no group 'unknown'" in words and GROUP in words
-    group = {"group_name": GROUP}
+    assert status == 400 and "no group 'unknown'" in words and sender.group_name in words
+    group = {"group_name": sender.group_name}
     for wrong, said in (
         ({**body, **group, "dtypes": ["float7"]}, "'float7' is no type"),
         ({**body, **group, "dtypes": []}, "1 names, 0 types and 1 shapes"),

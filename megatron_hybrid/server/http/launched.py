@@ -26,6 +26,6 @@ def launched(serving: Serving) -> dict[str, Any]:
             "dtype": mode.get("dtype"),
             "kv_cache_dtype": mode.get("kv_dtype"),
             "quantization": mode.get("quantization"),
-            "enable_return_routed_experts": bool(mode.get("enable_return_routed_experts")),
+            "enable_return_routed_experts": options.returns_routed_experts,
         }
     return {}

@@ -72,12 +72,14 @@ def test_ranks_are_those_of_all_replicas(
     mode = {"parallel": [4, 2, 8, 1], "dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}
     found = wire.Fingerprint("fp", {"mode": mode, "model": {}})
     monkeypatch.setattr(serving.client, "fingerprints", lambda: {"0": found, "1": found})
-    serving.options = dataclasses.replace(serving.options, data_parallel_size=3)
+    serving.options = dataclasses.replace(
+        serving.options, data_parallel_size=3, returns_routed_experts=True
+    )
     info = http.get("/server_info").get_json()
     sizes = [info[f"{kind}_size"] for kind in ("tp", "pp", "ep", "dp")]
     assert (sizes, info["num_gpus"]) == ([4, 2, 8, 3], 24)
     assert (info["dtype"], info["kv_cache_dtype"]) == ("bfloat16", "float8_e4m3fn")
-    assert (info["quantization"], info["enable_return_routed_experts"]) == (None, False)
+    assert (info["quantization"], info["enable_return_routed_experts"]) == (None, True)
     for query, ranks in (("", 24), ("?include_dp=false", 8)):
         assert http.get(f"/get_world_size{query}").get_json() == {"world_size": ranks}
 
