@@ -57,6 +57,9 @@ class Server:
         self._address = (ray.util.get_node_ip_address().strip("[]"), free_port())
         self._rejects = False
         self._open = 0  # requests that the server has
+        self._layers = 0
+        if self._config.enable_rollout_routing_replay:
+            self._layers = self._model.hf_config.get_text_config().num_hidden_layers
 
     async def launch_server(self) -> None:
         """Until it generates. Raises ServerError."""
@@ -96,7 +99,7 @@ class Server:
                 if answer.status != 200:
                     said = await answer.text()
                     raise ServerError(f"/generate was answered {answer.status}: {said}")
-                return TokenOutput(**output_of(await answer.json()))
+                return TokenOutput(**output_of(await answer.json(), self._layers))
         finally:
             self._open -= 1
 

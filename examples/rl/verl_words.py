@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 NAME = "megatron_hybrid"
 MOST_REQUESTS = 256  # that our engine runs at a time, unless a flag says more
@@ -28,8 +32,6 @@ def server_flags(config: RolloutConfig, model: str, rank: int, on_gpu: bool) -> 
             f"data_parallel_size is {config.data_parallel_size}: verl itself starts a replica for "
             f"every {ranks_of(config) // config.data_parallel_size} GPUs if it is 1."
         )
-    if config.enable_rollout_routing_replay:
-        raise NotImplementedError("enable_rollout_routing_replay is not supported here.")
     batching = "inference_dynamic_batching_"
     return {
         "load": model,
@@ -48,6 +50,7 @@ def server_flags(config: RolloutConfig, model: str, rank: int, on_gpu: bool) -> 
         f"{batching}prefix_caching": config.enable_prefix_caching,
         "gpu_memory_utilization": config.gpu_memory_utilization if on_gpu else None,
         "enable_sleep_mode": config.free_cache_engine,
+        "enable_return_routed_experts": config.enable_rollout_routing_replay,
         **(config.engine_kwargs.get(NAME) or {}),
     }
 
@@ -75,12 +78,14 @@ def generate_body(
             "max_new_tokens": max(0, longest),
         },
         "return_logprob": has_logprobs,
+        "return_routed_experts": config.enable_rollout_routing_replay,
     }
 
 
-def output_of(answer: Mapping[str, Any]) -> dict[str, Any]:
+def output_of(answer: Mapping[str, Any], layers: int = 0) -> dict[str, Any]:
     """A TokenOutput's fields, of /generate's answer. `global_steps`: of the trainer's steps whose
-    weights have computed it, the last one; and the first."""
+    weights have computed it, the last one; and the first. layers: of the model (num_hidden_layers),
+    if experts were asked for, which are [tokens, layers, top_k]."""
     meta = answer["meta_info"]
     versions = [span["version"] for span in meta["weight_versions"]] or [meta["weight_version"]]
     steps = [int(found[1]) if (found := _VERSION.fullmatch(one)) else None for one in versions]
@@ -88,6 +93,7 @@ def output_of(answer: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "token_ids": answer["output_ids"],
         "log_probs": None if logprobs is None else [logprob for logprob, *_ in logprobs],
+        "routed_experts": _experts(meta, layers),
         "stop_reason": _ENDS[meta["finish_reason"]["type"]],
         "extra_fields": {
             "global_steps": steps[-1],
@@ -96,6 +102,14 @@ def output_of(answer: Mapping[str, Any]) -> dict[str, Any]:
             "num_cached_tokens": meta.get("cached_tokens"),
         },
     }
+
+
+def _experts(meta: Mapping[str, Any], layers: int) -> npt.NDArray[np.int32] | None:
+    tokens = meta["prompt_tokens"] + meta["completion_tokens"] - 1  # the last one was not computed
+    if (data := meta.get("routed_experts")) is None:
+        return None
+    ids = np.frombuffer(base64.b64decode(data), dtype=np.int32)
+    return ids.reshape(tokens, layers, ids.size // (tokens * layers))
 
 
 def ranks_of(config: RolloutConfig) -> int:

@@ -5,6 +5,7 @@ doubles in verl_doubles.py."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib
 import json
 import os
@@ -277,16 +278,31 @@ def test_what_cannot_be_is_said_before_anything_starts(
     ours: Any, make_config: Callable[..., Any]
 ) -> None:
     flags = importlib.import_module("verl_words").server_flags
-    for changes, words in (
-        ({"data_parallel_size": 2, "tensor_model_parallel_size": 4}, "for every 4 GPUs"),
-        ({"enable_rollout_routing_replay": True}, "enable_rollout_routing_replay"),
-    ):
-        with pytest.raises(NotImplementedError, match=words):
-            flags(make_config(**changes), "model", 0, False)
+    config = make_config(data_parallel_size=2, tensor_model_parallel_size=4)
+    with pytest.raises(NotImplementedError, match="for every 4 GPUs"):
+        flags(config, "model", 0, False)
     model = ours.HFModelConfig(path=str(reference_model.path()))
     wide = ours.Replica(0, make_config(tensor_model_parallel_size=4), model, gpus_per_node=2)
     with pytest.raises(NotImplementedError, match="on 2 nodes"):
         asyncio.run(wide.launch_servers())
+
+
+def test_experts_are_asked_for_and_read_as_the_server_has_them(
+    ours: Any, make_config: Callable[..., Any]
+) -> None:
+    words = importlib.import_module("verl_words")
+    for asks in (False, True):
+        config = make_config(enable_rollout_routing_replay=asks)
+        flags = words.server_flags(config, "model", 0, False)
+        assert flags["enable_return_routed_experts"] is asks
+        assert words.generate_body(config, PROMPT, {}, "r")["return_routed_experts"] is asks
+    ids = torch.arange(10 * 4 * 3, dtype=torch.int32).reshape(10, 4, 3).numpy()
+    meta: dict[str, Any] = {"prompt_tokens": 6, "completion_tokens": 5, "weight_version": "0"}
+    meta |= {"weight_versions": [], "finish_reason": {"type": "stop", "matched": 2}}
+    answer = {"output_ids": [1] * 5, "meta_info": meta}
+    assert words.output_of(answer, 4)["routed_experts"] is None  # aborted before it began
+    meta["routed_experts"] = base64.b64encode(ids.tobytes()).decode()
+    assert (words.output_of(answer, 4)["routed_experts"] == ids).all()
 
 
 @pytest.mark.parametrize(
