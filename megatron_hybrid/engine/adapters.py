@@ -45,7 +45,9 @@ class Adapters:
 
     def __init__(self, slots: int = 0) -> None:
         """`slots`: adapters that the device has room for; 0: --enable-lora is not given."""
-        self._slots = slots
+        self.slots = slots
+        # Answers that were asked of each, since its name is known.
+        self.asked: dict[str, int] = {}
         self._by_name: dict[str, Adapter] = {}
 
     @property
@@ -82,8 +84,8 @@ class Adapters:
         if not name:
             raise InvalidRequestError("adapter", "An adapter needs a name.")
         used, old = in_use(), self._by_name.get(name)
-        taken = {own.slot for own in self._by_name.values()} | used
-        free = next((slot for slot in range(1, self._slots + 1) if slot not in taken), None)
+        taken = self.taken(used)
+        free = next((slot for slot in range(1, self.slots + 1) if slot not in taken), None)
         if free is None and old is not None and old.slot not in used:
             free = old.slot  # which nobody needs any more
         try:
@@ -94,21 +96,30 @@ class Adapters:
             raise
         except BaseException:  # interrupted: nobody knows what is in the slot
             if old is not None and old.slot == free:
-                del self._by_name[name]
+                self._forget(name)
             raise
         assert free is not None
         folder = str(source) if isinstance(source, str | Path) else ""
         self._by_name[name] = Adapter(name, free, digest, folder)
+        self.asked.setdefault(name, 0)
 
     def unload(self, name: str) -> None:
         """See DynamicInferenceEngine.unload_adapter."""
-        if self._by_name.pop(name, None) is None:
+        if name not in self._by_name:
             raise self._unknown(name)
+        self._forget(name)
+
+    def taken(self, in_use: set[int]) -> set[int]:
+        """Slots of adapters that requests may have, and those in use."""
+        return {own.slot for own in self._by_name.values()} | in_use
+
+    def _forget(self, name: str) -> None:
+        del self._by_name[name], self.asked[name]
 
     def _no_room(self, name: str) -> InvalidRequestError:
         return InvalidRequestError(
             "adapter",
-            f"Adapter {show(name)} has no room: as many as --max-loras allows, {self._slots}, are "
+            f"Adapter {show(name)} has no room: as many as --max-loras allows, {self.slots}, are "
             f"loaded ({self._known()}) or still used by requests that have not ended. Unload one, "
             "or start with a larger --max-loras.",
         )
@@ -123,7 +134,7 @@ class Adapters:
         return ", ".join(map(show, self._by_name)) or "none"
 
     def _check_enabled(self) -> None:
-        if not self._slots:
+        if not self.slots:
             raise InvalidRequestError(
                 "adapter", "This engine takes no adapters: it was started without --enable-lora."
             )

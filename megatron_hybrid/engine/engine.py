@@ -81,7 +81,7 @@ class DynamicInferenceEngine:
             break_at_checkpoints=break_at_checkpoints,
             speculation=speculation,
         )
-        self.weights = EngineWeights(runner, context)
+        self.weights = EngineWeights(runner, context, clock)
         self.sleeper = Sleeper(self)
         self.sleep, self.wake_up = self.sleeper.sleep, self.sleeper.wake_up
         self._log_interval = log_interval
@@ -299,9 +299,9 @@ class DynamicInferenceEngine:
             "requests_running": self.scheduler.num_running,
             "requests_waiting": self.scheduler.num_waiting,
             "paused": self.is_paused,
-            "epoch": self.epoch,
+            **self.weights.stats(),
+            **self.incoming.adapter_stats(),
             **self.sleeper.stats(),
-            "weight_version": self.weights.version,
             "started": self._started,
             **self.statistics.as_dict(),
             "kv_cached_by_age": self._step_times.count_by_age(kv, now),

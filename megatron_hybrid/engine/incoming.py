@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +15,7 @@ from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.latency import Clock
 from megatron_hybrid.engine.tracked_request import TrackedRequest, stop_ids_of
 from megatron_hybrid.execution.random_streams import stream_seed
-from megatron_hybrid.request import SamplingParams
+from megatron_hybrid.request import RequestStatus, SamplingParams
 from megatron_hybrid.request_checks import (
     validate_arrival,
     validate_cache_checkpoints,
@@ -116,12 +118,30 @@ class Incoming:
                 self.adapter_slots()
                 self._many = max(2 * len(self._adapted), _MANY)
             self._adapted += found
+            self._adapters.asked[adapter] += params.n
         return found
 
     def adapter_slots(self) -> set[int]:
         """Of requests that have not ended."""
         self._adapted = [request for request in self._adapted if request.is_open]
         return {request.adapter.slot for request in self._adapted}
+
+    def adapter_stats(self) -> dict[str, Any]:
+        """See docs/server_metrics.md. By names that requests may have, or that some still have: no
+        more than there are slots."""
+        used = self.adapter_slots()
+        by_status = {
+            status: Counter(one.adapter.name for one in self._adapted if one.status is status)
+            for status in (RequestStatus.RUNNING, RequestStatus.WAITING)
+        }
+        return {
+            "lora_slots": self._adapters.slots,
+            "lora_slots_used": len(self._adapters.taken(used)),
+            "lora_adapters": len(self._adapters.names),
+            "lora_requests": dict(self._adapters.asked),
+            "lora_requests_running": dict(by_status[RequestStatus.RUNNING]),
+            "lora_requests_waiting": dict(by_status[RequestStatus.WAITING]),
+        }
 
     def begin_grammar(self, params: SamplingParams) -> bool:
         """See DynamicInferenceEngine.begin_grammar."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.fingerprint import Fingerprint
+from megatron_hybrid.engine.latency import SECONDS, Clock, Histogram
 from megatron_hybrid.errors import WeightsError, WeightsLostError
 from megatron_hybrid.execution.plan import Runner, WeightsSource
 from megatron_hybrid.weight_transfer.transfers import WeightTransfers
@@ -17,7 +19,7 @@ class EngineWeights:
     An update is one `put` or several between `begin` and `finish`; until then no step may run.
     """
 
-    def __init__(self, runner: Runner, context: DynamicInferenceContext) -> None:
+    def __init__(self, runner: Runner, context: DynamicInferenceContext, clock: Clock) -> None:
         # Of whoever builds the engine.
         self.fingerprint = Fingerprint()
         self.transfers: WeightTransfers | None = None
@@ -27,6 +29,10 @@ class EngineWeights:
         self._runner, self._context = runner, context
         self._lost: str | None = None  # why nothing can be computed any more
         self._is_renamed = True  # the fingerprint is that of what is there
+        self._clock = clock
+        self._began = 0.0  # the update that is open, or the last one
+        self._outcomes = {"done": 0, "refused": 0, "lost": 0}  # of updates, or of their pieces
+        self._seconds = Histogram(SECONDS)  # from the beginning of an update to its end
 
     @property
     def version(self) -> str:
@@ -53,6 +59,8 @@ class EngineWeights:
         """An update comes; begun already, it goes on. Raises WeightsLostError."""
         if self._lost is not None:
             raise WeightsLostError(self._lost)
+        if not self.is_open:
+            self._began = self._clock()
         self.is_open = True
 
     def put(self, source: WeightsSource) -> None:
@@ -63,7 +71,7 @@ class EngineWeights:
         except WeightsError:
             raise
         except BaseException as error:  # interrupted: nobody knows how far it came
-            self._lost = str(error) or type(error).__name__
+            self._lose(str(error) or type(error).__name__)
             raise
 
     def finish(self, version: str | None = None) -> None:
@@ -74,6 +82,8 @@ class EngineWeights:
         cache.set_epoch(cache.epoch + 1)
         self._context.weight_version = str(cache.epoch) if version is None else version
         self._is_renamed = False
+        self._outcomes["done"] += 1
+        self._seconds.observe(self._clock() - self._began)
 
     def update(self, source: WeightsSource, version: str | None = None) -> None:
         """All of it. A `source` that does not fit leaves everything as it was."""
@@ -92,10 +102,10 @@ class EngineWeights:
         except WeightsError as error:
             self.is_open = was_open
             if pieces:
-                self._lost = (
-                    f"Of an update {pieces} pieces are in place, the next one is not: {error}"
-                )
-                raise WeightsLostError(self._lost) from error
+                words = f"Of an update {pieces} pieces are in place, the next one is not: {error}"
+                self._lose(words)
+                raise WeightsLostError(words) from error
+            self._outcomes["refused"] += 1
             raise
         if not was_open:
             self.finish(version)
@@ -106,3 +116,16 @@ class EngineWeights:
         if not self._is_renamed:
             self.fingerprint.renew()
             self._is_renamed = True
+
+    def stats(self) -> dict[str, Any]:
+        """What is there, and what updates took; see docs/server_metrics.md."""
+        return {
+            "epoch": self._context.cache.epoch,
+            "weight_version": self.version,
+            "weight_updates": dict(self._outcomes),
+            "weight_update_seconds": self._seconds.as_dict(),
+        }
+
+    def _lose(self, why: str) -> None:
+        self._lost = why
+        self._outcomes["lost"] += 1

@@ -21,6 +21,7 @@ from tests.lora_adapters import ATTENTION, Adapted, make_adapted
 from tests.models.conftest import random_tokens
 
 PROMPT = random_tokens(40, seed=3)
+ANSWERS_LONG = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 THREE = TWO | {"other": {"r": 8, "target_modules": [*ATTENTION, "in_proj"]}}
 
 
@@ -52,8 +53,7 @@ def test_other_weights_under_a_name_find_nothing_that_the_old_ones_left(
 
 def test_a_stream_keeps_the_adapter_that_it_began_with(adapted: Adapted, llm: LLM) -> None:
     llm.load_adapter("a", adapted.adapters["wide"])
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    stream = llm.stream(PROMPT, params, adapter="a")
+    stream = llm.stream(PROMPT, ANSWERS_LONG, adapter="a")
     next(stream)
     llm.load_adapter("a", adapted.adapters["narrow"])
     with pytest.raises(InvalidRequestError, match="2 that --max-loras|allows, 2,.*--max-loras"):
@@ -100,6 +100,32 @@ def test_tensors_in_memory_are_what_a_folder_holds(adapted: Adapted, llm: LLM) -
     short = {name.removeprefix("base_model.model."): values for name, values in tensors.items()}
     llm.load_adapter("b", [(name, values.double()) for name, values in short.items()], config)
     assert answer(llm, "b")[0] == wanted
+
+
+def test_figures_of_adapters(adapted: Adapted, llm: LLM) -> None:
+    """By names that requests may have, or still have."""
+    llm.load_adapter("a", adapted.adapters["wide"])
+    llm.load_adapter("b", adapted.adapters["narrow"])
+    stream = llm.stream(PROMPT, ANSWERS_LONG, adapter="a")
+    next(stream)
+    params = SamplingParams(temperature=0.0, max_tokens=2, n=2)
+    llm.engine.add_request("two", PROMPT, params, adapter="b")
+    llm.engine.add_request("plain", PROMPT, params)
+    assert figures(llm) == ((2, 2, 2), {"a": 1, "b": 2}, {"a": 1}, {"b": 2})
+    llm.unload_adapter("a")
+    assert figures(llm) == ((2, 2, 1), {"b": 2}, {"a": 1}, {"b": 2})
+    for _ in stream:
+        pass
+    assert figures(llm) == ((2, 1, 1), {"b": 2}, {}, {})
+    llm.load_adapter("b", adapted.adapters["wide"])  # its count goes on
+    llm.load_adapter("a", adapted.adapters["wide"])
+    assert figures(llm) == ((2, 2, 2), {"a": 0, "b": 2}, {}, {})
+
+
+def figures(llm: LLM) -> tuple[Any, ...]:
+    stats = llm.stats()
+    sizes = tuple(stats[name] for name in ("lora_slots", "lora_slots_used", "lora_adapters"))
+    return sizes, *(stats[f"lora_requests{state}"] for state in ("", "_running", "_waiting"))
 
 
 def test_adapters_outlive_new_weights_of_the_model(adapted: Adapted, llm: LLM) -> None:

@@ -156,6 +156,7 @@ ENGINE_CONFIG = closed(
     queuedRequestsSpec=SPEC,
     runningRequestsSpec=SPEC,
     kvUsageSpec=SPEC,
+    loraSpec=SPEC,
     cacheInfoSpec=SPEC,
 )
 PLUGIN_PARAMETERS = {

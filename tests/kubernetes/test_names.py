@@ -107,7 +107,7 @@ def test_what_is_scraped_is_on_the_page() -> None:
     page = ServerMetrics(engine).page().decode()  # type: ignore[arg-type]
     there = set(re.findall(r"^(\w+:\w+)", page, re.M))
     asked = set(re.findall(r"megatron_hybrid:\w+", "".join(map(str, OBJECTS))))
-    assert len(asked) == 4 and asked <= there
+    assert len(asked) == 5 and asked <= there
     assert 'cache_config_info{block_size="64",num_gpu_blocks="4"} 1.0' in page
 
 

@@ -6,6 +6,7 @@ docs/server_metrics.md describes the metrics.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -72,6 +73,8 @@ _LABELLED_COUNTERS = {
         (),
         "Drafted tokens that held, by their place in the draft",
     ),
+    "lora_requests": ("lora_requests", "lora_name", (), "Answers that were asked of an adapter"),
+    "weight_updates": ("weight_updates", "outcome", (), "Updates of the weights"),
 }
 _GAUGES = {
     "num_requests_running": ("requests_running", "Requests that run"),
@@ -79,6 +82,10 @@ _GAUGES = {
     "paused": ("paused", "Whether no request is begun (POST /pause)"),
     "kv_blocks": ("kv_blocks", "KV blocks in all"),
     "state_slots": ("state_slots", "Slots for recurrent states in all"),
+    "lora_slots": ("lora_slots", "Adapters that the device has room for"),
+    "lora_slots_used": ("lora_slots_used", "Of these, loaded ones and those still in use"),
+    "lora_adapters": ("lora_adapters", "Adapters that requests may have"),
+    "weight_epoch": ("epoch", "How often the weights were updated"),
 }
 _LABELLED_GAUGES = {
     "tier_bytes": ("tier_bytes", "tier", (), "Memory behind the device's"),
@@ -86,6 +93,8 @@ _LABELLED_GAUGES = {
     "tier_states": ("tier_states", "tier", (), "Cached states there"),
     "tier_rate": ("tier_rate", "tier", (), "Bytes a second that come from there, as measured"),
     "weight_bytes": ("weight_bytes", "format", (), "Memory of one rank's weights"),
+    "lora_requests_running": ("lora_requests_running", "lora_name", (), "Of an adapter, that run"),
+    "lora_requests_waiting": ("lora_requests_waiting", "lora_name", (), "Of an adapter, that wait"),
     "start_seconds": ("start_seconds", "part", (), "What the engine's start took"),
 }
 _SHARES = {
@@ -166,6 +175,14 @@ class ServerMetrics:
             sizes = [([e, str(size), str(one["kv_blocks"])], 1) for e, one in each]
             own = ("block_size", "num_gpu_blocks")
             yield family(GaugeMetricFamily, "cache_config_info", text, sizes, *own)
+        # As vLLM has it: routers read the labels, and of several samples the latest.
+        text = "Adapters that requests may have, in labels"
+        loaded = [
+            ([e, str(one["lora_slots"]), ",".join(one["lora_requests"]), ""], time.time())
+            for e, one in each
+        ]
+        own = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        yield family(GaugeMetricFamily, "lora_requests_info", text, loaded, *own)
         for name, (key, text) in _BY_AGE.items():
             samples = [([e, age], count) for e, one in each for age, count in one[key]]
             yield family(GaugeMetricFamily, name, text, samples, "age")
@@ -174,6 +191,9 @@ class ServerMetrics:
         text = "Tokens that a step computes, prompts' and answers'"
         found = [(e, one["iteration_tokens"]) for e, one in each]
         yield histogram("iteration_tokens_total", text, found)
+        text = "From the beginning of an update of the weights to its end"
+        found = [(e, one["weight_update_seconds"]) for e, one in each]
+        yield histogram("weight_update_seconds", text, found)
 
 
 def _buckets(figures: Mapping[str, Any]) -> list[tuple[str, int]]:

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_hybrid.cache import tier
 from megatron_hybrid.cache.checkpoint_placement import KINDS
+from megatron_hybrid.errors import WeightsError
 from megatron_hybrid.request import SamplingParams
 from megatron_hybrid.server.http.metrics import PREFIX, ServerMetrics
 from megatron_hybrid.server.link.messages import CacheSizes, EngineReady
@@ -30,7 +31,7 @@ HELLO = {"prompt": "Hello", "max_tokens": 5, "temperature": 0}
 COUNTERS = """
     prefix_cache_queries prefix_cache_hits state_cache_queries state_cache_hits prompt_tokens
     prompt_tokens_cached generation_tokens num_preemptions request_success
-    state_checkpoints_published state_checkpoints_read prefix_lost_tokens
+    state_checkpoints_published state_checkpoints_read prefix_lost_tokens weight_updates
 """.split()
 GAUGES = """
     up num_requests_running num_requests_waiting kv_cache_usage_perc state_cache_usage_perc
@@ -51,6 +52,17 @@ HISTOGRAMS = """
 # As if there were memory of the host behind the device's.
 TIERS = {name: {"host": 10 + i} for i, name in enumerate((*tier.COUNTERS, *tier.GAUGES))} | {
     "tier_refused": {"slower": 3, "device_full": 0}
+}
+
+
+# As if there were adapters: "b" is unloaded, and a request of its still runs.
+ADAPTERS = {
+    "lora_slots": 8,
+    "lora_slots_used": 3,
+    "lora_adapters": 2,
+    "lora_requests": {"a": 5, "c": 0},
+    "lora_requests_running": {"a": 2, "b": 1},
+    "lora_requests_waiting": {"a": 1},
 }
 
 
@@ -94,7 +106,7 @@ def engine_stats() -> Mapping[str, Any]:
     engine.step()
     engine.statistics.weight_bytes = {"bfloat16": 2**30}
     engine.statistics.start_seconds = {"imports": 2.5, "largest step": 0.5}
-    return engine.stats() | TIERS
+    return engine.stats() | TIERS | ADAPTERS
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +203,53 @@ def test_how_the_cache_is_cut_stands_in_labels(engine_stats: Mapping[str, Any]) 
     cut = parse(ServerMetrics(source).page())["cache_config_info"]
     blocks = str(engine_stats["kv_blocks"])
     assert value(cut, block_size="64", num_gpu_blocks=blocks) == 1
+
+
+def test_adapters_are_on_the_page_by_their_names(page: dict[str, Metric]) -> None:
+    """And in vLLM's words in one sample's labels, for the same picker."""
+    assert [value(page[name]) for name in ("lora_slots", "lora_slots_used", "lora_adapters")] == [
+        8, 3, 2,
+    ]  # fmt: skip
+    for name, suffix in (("", "_total"), ("_running", ""), ("_waiting", "")):
+        samples = {s.labels["lora_name"]: s.value for s in page[f"lora_requests{name}"].samples}
+        assert samples == ADAPTERS[f"lora_requests{name}"], suffix
+    (info,) = page["lora_requests_info"].samples
+    said = {"max_lora": "8", "running_lora_adapters": "a,c", "waiting_lora_adapters": ""}
+    assert info.labels == said and abs(info.value - time.time()) < 600
+
+
+def test_without_adapters_the_picker_finds_that_there_are_none() -> None:
+    """A figure that is not there is an error to it."""
+    page = parse(ServerMetrics(Source(FakeEngine(10, ()).stats() | {"lora_slots": 0})).page())
+    labels = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    assert [sample.labels for sample in page["lora_requests_info"].samples] == [labels]
+    assert not page["lora_requests"].samples
+
+
+def test_updates_of_the_weights_are_counted_and_timed() -> None:
+    """In pieces from the first one's beginning to the end."""
+    now = [5.0]
+    engine = make_engine(clock=lambda: now[0])
+    with pytest.raises(WeightsError):
+        engine.update_weights(WeightsError("does not fit"))  # type: ignore[arg-type]
+    now[0] += 9
+    engine.weights.begin()
+    now[0] += 2
+    engine.update_weights({})
+    engine.weights.begin()
+    now[0] += 3
+    engine.weights.finish("named")
+    now[0] += 9
+    engine.update_weights({})
+    page = parse(ServerMetrics(Source(engine.stats())).page())
+    counts = {s.labels["outcome"]: s.value for s in page["weight_updates"].samples}
+    assert counts == {"done": 2, "refused": 1, "lost": 0}
+    assert value(page["weight_epoch"]) == 2
+    seconds = page["weight_update_seconds"]
+    assert value(seconds, "_count") == 2 and value(seconds, "_sum") == 5
+    with pytest.raises(RuntimeError):
+        engine.update_weights(RuntimeError("broke off"))  # type: ignore[arg-type]
+    assert engine.stats()["weight_updates"] == {"done": 2, "refused": 1, "lost": 1}
 
 
 # ------------------------------------------------------------- over HTTP

@@ -361,6 +361,8 @@ _COUNTERS: dict[str, Any] = {
     **dict.fromkeys(COUNTERS, Count),
     **dict.fromkeys(COUNTERS_BY_NAME, dict[str, int]),
 }
+# Of adapters: all that were asked for, and those of now.
+LORA_REQUESTS = ("lora_requests", "lora_requests_running", "lora_requests_waiting")
 _QUANTILE = says(float | None, "null without observations.")
 Histogram = shape(
     "Histogram",
@@ -376,6 +378,12 @@ Figures = shape(
     **dict.fromkeys(("requests_running", "requests_waiting", "epoch", *Occupancy._fields), Count),
     paused=bool,
     weight_version=str,
+    weight_updates=says(dict[str, Count], "By outcome: done, refused, lost."),
+    weight_update_seconds=Histogram,
+    lora_slots=says(Count, "What --max-loras says."),
+    lora_slots_used=says(Count, "Of adapters that are loaded, or whose requests still run."),
+    lora_adapters=says(Count, "Those that requests may have."),
+    **dict.fromkeys(LORA_REQUESTS, says(dict[str, Count], "Answers, by the adapter's name.")),
     sleeping=says(dict[str, bool], "What memory is given back, if any can be."),
     sleeping_bytes=Count,
     started=says(float, "By the machine's monotonic clock."),
