@@ -11,8 +11,10 @@ from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.server.http.http_errors import json_response
 from megatron_hybrid.server.http.protocol import adapters as bodies
 from megatron_hybrid.server.http.serving import Serving
+from megatron_hybrid.server.http.sglang_failures import failing_as_sglang
 from megatron_hybrid.server.http.weights import Control, check_from_here, read_base64
 from megatron_hybrid.server.link import messages as wire
+from megatron_hybrid.server.link.engine_client import QueryFailed
 from megatron_hybrid.weight_transfer.requests import FromHandles
 
 
@@ -55,16 +57,23 @@ def install(app: Flask, serving: Serving) -> None:
         words = f"Success: LoRA adapter '{name}' removed successfully."
         return Response(words, mimetype="text/plain")
 
-    @app.post("/load_lora_adapter")
+    sglang = failing_as_sglang("sglang_adapters", "error_message")
+
+    @sglang.post("/load_lora_adapter")
     def load_in_place() -> Response:
         return loaded(load(control.body(bodies.LoadAdapter), in_place=True))
 
-    @app.post("/unload_lora_adapter")
+    @sglang.post("/unload_lora_adapter")
     def unload() -> Response:
         name = control.body(bodies.UnloadAdapter).lora_name
-        return loaded(control.ask(wire.UnloadAdapter, name))
+        try:
+            return loaded(control.ask(wire.UnloadAdapter, name))
+        except QueryFailed as error:
+            if error.status != 404:
+                raise
+            raise InvalidRequestError("lora_name", str(error)) from error  # 400, as there
 
-    @app.post("/load_lora_adapter_from_tensors")
+    @sglang.post("/load_lora_adapter_from_tensors")
     def load_from_tensors() -> Response:
         wanted = control.body(bodies.LoadAdapterFromTensors)
         check_from_here()
@@ -79,3 +88,5 @@ def install(app: Flask, serving: Serving) -> None:
         source = FromHandles(pickled, in_one=wanted.load_format is not None)
         asked = (wanted.lora_name, source, wanted.config_dict, True)
         return loaded(control.ask(wire.LoadAdapter, *asked, field=field))
+
+    app.register_blueprint(sglang)

@@ -64,7 +64,7 @@ def _control(path: str, summary: str, body: Any = ()) -> Route:
 
 
 def _sglang(path: str, summary: str, body: Any) -> Route:
-    return Route(path, summary, answers.Succeeded, body, _CONTROLS)
+    return Route(path, summary, answers.Succeeded, body, _CONTROLS, error=answers.Failed)
 
 
 _CHAT = ("/v1/chat/completions", "Answer a chat.")
@@ -78,10 +78,12 @@ _RENDER_TEXT = (f"{_TEXT[0]}/render", "Its prompts as token ids.", list[answers.
 _PAUSE = "Start no more requests; answered when none runs."
 _UPDATE = "Overwrite the model's weights, from a folder or another process."
 _CHECK = "A digest of all weights, and whether it is the one of before."
+_LOAD = ("/load_lora_adapter", "Let requests have an adapter.", adapters.LoadAdapter)
+_UNLOAD = ("/unload_lora_adapter", "No more requests have it.", adapters.UnloadAdapter)
 _FROM_TENSORS = (
     "/load_lora_adapter_from_tensors",
     "Let requests have an adapter whose tensors come from another process.",
-    answers.Loaded,
+    adapters.LoadAdapterFromTensors,
 )
 _SLEEP = "Give the device's memory back; requests wait meanwhile."
 _WAKE = "Take the device's memory again, and go on when all is there."
@@ -188,14 +190,13 @@ ROUTES = [
     _get("/is_paused", "Whether requests wait for /resume.", answers.Paused, 403, 503),
     _get("/weight_info", "What answers call the weights.", answers.WeightInfo, 403, 503),
     *(
-        Route(f"{before}/{verb}_lora_adapter", summary, answer, body, (404, *_CONTROLS), kind=kind)
-        for verb, summary, body in (
-            ("load", "Let requests have an adapter.", adapters.LoadAdapter),
-            ("unload", "No more requests have it.", adapters.UnloadAdapter),
-        )
-        for before, answer, kind in (("/v1", str, "text/plain"), ("", answers.Loaded, JSON))
+        Route(f"/v1{path}", summary, str, body, (404, *_CONTROLS), kind="text/plain")
+        for path, summary, body in (_LOAD, _UNLOAD)
     ),
-    Route(*_FROM_TENSORS, adapters.LoadAdapterFromTensors, (404, *_CONTROLS)),
+    *(
+        Route(path, summary, answers.Loaded, body, (*more, *_CONTROLS), error=answers.NotLoaded)
+        for (path, summary, body), more in ((_LOAD, (404,)), (_UNLOAD, ()), (_FROM_TENSORS, ()))
+    ),
     _control("/sleep", _SLEEP)._replace(query=weights.SleepQuery),
     _control("/release_kv_cache_memory", _SLEEP),
     _control("/wake_up", _WAKE)._replace(query=weights.WakeUpQuery),

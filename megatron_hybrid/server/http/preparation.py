@@ -24,7 +24,6 @@ from megatron_hybrid.server.http.prepared import (
     PreparedChat,
     PreparedCompletion,
     PreparedScores,
-    UnknownModel,
 )
 from megatron_hybrid.server.http.protocol.anthropic_chat import (
     parse_count_tokens,
@@ -47,6 +46,7 @@ from megatron_hybrid.server.http.protocol.requests import (
 )
 from megatron_hybrid.server.http.protocol.scoring import check_size, parse_score
 from megatron_hybrid.server.http.responses.preparing import PreparedResponse, Preparer
+from megatron_hybrid.server.http.served_names import adapter_called, with_adapter
 from megatron_hybrid.server.http.tokens.asked import AskedPrompt, PreparedPrompt
 from megatron_hybrid.server.http.tokens.generate_parsing import PreparedGenerate, parse_generate
 from megatron_hybrid.server.http.tokens.inference_body import PreparedInference, parse_inference
@@ -125,7 +125,7 @@ class Preparation:
 
     def _prepared(self, request: Chat, engine: EngineReady, caller: Caller) -> PreparedChat:
         """A chat in whichever form it came."""
-        own = self._of_model(request.generation, engine)
+        own = with_adapter(request.generation, self.options, engine)
         params = self.tool_calling.params(request.tools, own.params)
         params.validate()  # once more, with what holds it to calls
         wanted = self._in_token_ids(replace(own, params=params))
@@ -156,7 +156,7 @@ class Preparation:
         """Of /v1/messages/count_tokens; the answer's body."""
         later = self._takes_later_system
         prompt, asked = parse_count_tokens(parse_body(body), self.options, later_system=later)
-        self._adapter(asked.model, engine)
+        adapter_called(asked.model, self.options, engine)
         keys = ChatKeys(caller.salt_for(asked.cache_salt or ""), prompt.messages)
         tokens = self._encode_chat(prompt, keys, engine).token_ids
         return json.encode({"input_tokens": len(tokens)})
@@ -184,7 +184,7 @@ class Preparation:
     ) -> PreparedCompletion:
         """Of /v1/completions."""
         request = parse_completion(parse_body(body), self.options)
-        own = self._of_model(request.generation, engine)
+        own = with_adapter(request.generation, self.options, engine)
         wanted = _salted(self._in_token_ids(own), caller)
         prompts = []
         for number, given in enumerate(request.prompts):
@@ -200,7 +200,7 @@ class Preparation:
     def score(self, body: Bytes, engine: EngineReady, caller: Caller = NOBODY) -> PreparedScores:
         """Of /score_tokens."""
         request = parse_score(parse_body(body), self.options)
-        own = self._of_model(request.generation, engine)
+        own = with_adapter(request.generation, self.options, engine)
         prompt, answers = request.prompt, list[list[int]]()
         if isinstance(prompt, str):
             prompt = self._encode("prompt", prompt, engine)
@@ -237,10 +237,6 @@ class Preparation:
     ) -> PreparedGenerate:
         """Of /generate."""
         asked = parse_generate(parse_body(body), self.options)
-        for one in asked.prompts:
-            if (name := one.generation.adapter) and name not in engine.adapters:
-                words = f"lora_path is {name!r}, of which no adapter is loaded."
-                raise InvalidRequestError("lora_path", words)
         prompts = [self._in_tokens(one, engine, caller) for one in asked.prompts]
         return PreparedGenerate(prompts, asked.form)
 
@@ -258,7 +254,7 @@ class Preparation:
         if isinstance(prompt, str):
             prompt = self._encode(field, prompt, engine)
         with asked.words.used():
-            own = self._of_model(asked.generation, engine)
+            own = with_adapter(asked.generation, self.options, engine)
             wanted = _salted(self._in_token_ids(own), caller)
             token_ids = self._checked(field, prompt, wanted, engine)
             form, begins = self.reasoning, Opening.CONTENT
@@ -294,23 +290,6 @@ class Preparation:
         if tokens:
             validate_prompt(tokens, engine.vocab_size, most + 1, "tokens")
         return json.encode({"prompt": self.tokenizer.decode(tokens, skip_special_tokens=False)})
-
-    def _adapter(self, name: str | None, engine: EngineReady) -> str:
-        """The adapter that is asked for as the model, "" for none. Raises UnknownModel for a name
-        of neither."""
-        if name in (None, *self.options.model_names, self.options.tokenizer_folder):
-            return ""
-        if name in engine.adapters:
-            return str(name)
-        known = ", ".join(map(repr, (self.options.model_name, *engine.adapters)))
-        raise UnknownModel(f"The model {name!r} is not served here; this server has {known}.")
-
-    def _of_model(self, request: GenerationRequest, engine: EngineReady) -> GenerationRequest:
-        """With the adapter that its model stands for, unless it names one itself."""
-        if request.adapter:
-            self._adapter(request.adapter, engine)
-            return request
-        return replace(request, adapter=self._adapter(request.model, engine))
 
     def _in_token_ids(self, request: GenerationRequest) -> GenerationRequest:
         """With texts that the engine has to know in its own terms."""

@@ -23,6 +23,7 @@ from megatron_hybrid.server.http.launched import launched
 from megatron_hybrid.server.http.protocol import weights as bodies
 from megatron_hybrid.server.http.protocol.parsing import Body, parse_body, read
 from megatron_hybrid.server.http.serving import Serving
+from megatron_hybrid.server.http.sglang_failures import failing_as_sglang
 from megatron_hybrid.server.link import messages as wire
 from megatron_hybrid.server.link.engine_client import QueryFailed
 from megatron_hybrid.server.options import ServerOptions
@@ -172,16 +173,6 @@ def _install_pause(app: Flask, control: Control) -> None:
         control.body(bodies.ResumeRequest)
         return done(control.ask(wire.Resume))
 
-    @app.post("/pause_generation")
-    def pause_generation() -> Response:
-        mode = control.body(bodies.PauseGenerationRequest).mode
-        return _succeeded(control.ask(wire.Pause, "abort" if mode == "abort" else "keep"))
-
-    @app.post("/continue_generation")
-    def continue_generation() -> Response:
-        control.body(bodies.ResumeRequest)
-        return _succeeded(control.ask(wire.Resume))
-
     @app.get("/is_paused")
     def is_paused() -> Response:
         control.check_allowed()
@@ -223,7 +214,19 @@ def _install_updates(app: Flask, control: Control) -> None:
 
 
 def _install_sglang(app: Flask, control: Control) -> None:
-    @app.post("/init_weights_update_group")
+    routes = failing_as_sglang("sglang_weights", "message")
+
+    @routes.post("/pause_generation")
+    def pause_generation() -> Response:
+        mode = control.body(bodies.PauseGenerationRequest).mode
+        return _succeeded(control.ask(wire.Pause, "abort" if mode == "abort" else "keep"))
+
+    @routes.post("/continue_generation")
+    def continue_generation() -> Response:
+        control.body(bodies.ResumeRequest)
+        return _succeeded(control.ask(wire.Resume))
+
+    @routes.post("/init_weights_update_group")
     def init_weights_update_group() -> Response:
         wanted = control.body(bodies.InitGroupRequest)
         group = TransferGroup(
@@ -236,19 +239,19 @@ def _install_sglang(app: Flask, control: Control) -> None:
         )
         return _succeeded(control.ask(wire.OpenGroup, group, field="group_name"))
 
-    @app.post("/destroy_weights_update_group")
+    @routes.post("/destroy_weights_update_group")
     def destroy_weights_update_group() -> Response:
         name = control.body(bodies.DestroyGroupRequest).group_name
         return _succeeded(control.close_group(name, "group_name"))
 
-    @app.post("/update_weights_from_distributed")
+    @routes.post("/update_weights_from_distributed")
     def update_weights_from_distributed() -> Response:
         wanted = control.body(bodies.FromDistributedRequest)
         tensors = _described(wanted.names, wanted.dtypes, wanted.shapes)
         source = FromGroup(wanted.group_name, tensors, in_one=wanted.load_format is not None)
         return _succeeded(control.update(source, wanted.weight_version, "names"))
 
-    @app.post("/update_weights_from_tensor")
+    @routes.post("/update_weights_from_tensor")
     def update_weights_from_tensor() -> Response:
         wanted = control.body(bodies.FromTensorRequest)
         check_from_here()
@@ -257,18 +260,20 @@ def _install_sglang(app: Flask, control: Control) -> None:
         source = FromHandles(pickled, in_one=wanted.load_format is not None)
         return _succeeded(control.update(source, wanted.weight_version, field))
 
-    @app.post("/weights_checker")
+    @routes.post("/weights_checker")
     def weights_checker() -> Response:
         action = control.body(bodies.CheckWeightsRequest).action
         values = control.ask(wire.CheckWeights, action, field="action")
         found = {name: values[name] for name in ("checksum",) if name in values}
         return _succeeded(values, **found)
 
-    @app.post("/update_weights_from_disk")
+    @routes.post("/update_weights_from_disk")
     def update_weights_from_disk() -> Response:
         wanted = control.body(bodies.FromDiskRequest)
         source = control.folder(wanted.model_path, "model_path")
         return _succeeded(control.update(source, wanted.weight_version, "model_path"))
+
+    app.register_blueprint(routes)
 
 
 def _install_vllm(app: Flask, control: Control) -> None:

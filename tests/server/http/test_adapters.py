@@ -61,6 +61,23 @@ def test_sglangs_clients_name_one_for_each_prompt(http: FlaskClient, engine: Fak
     assert answer.get_json()["error"]["param"] == "lora_path"
 
 
+def test_a_lora_path_goes_with_the_model_that_is_named_beside_it(
+    http: FlaskClient, engine: FakeEngine
+) -> None:
+    load(http)
+    load(http, "other")
+    body = {"input_ids": [5], "lora_path": "tuned", "sampling_params": {"max_new_tokens": 1}}
+    for model in ("fake", "tuned"):
+        assert http.post("/generate", json={**body, "model": model}).status_code == 200
+        assert engine.added[-1].adapter == "tuned"
+    number = len(engine.added)
+    answer = http.post("/generate", json={**body, "model": "nobody"})
+    assert answer.status_code == 404 and answer.get_json()["error"]["param"] == "model"
+    answer = http.post("/generate", json={**body, "model": "other"})
+    assert answer.status_code == 400 and answer.get_json()["error"]["param"] == "lora_path"
+    assert len(engine.added) == number
+
+
 def test_streams_say_the_adapter(http: FlaskClient) -> None:
     load(http)
     for path, body in (("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)):
@@ -85,8 +102,8 @@ def test_an_adapter_that_is_unloaded_is_unknown(http: FlaskClient, engine: FakeE
     assert answer.status_code == 200
     assert answer.get_data(as_text=True).endswith("'tuned' removed successfully.")
     assert http.post("/v1/completions", json={**PROMPT, "model": "tuned"}).status_code == 404
-    for path in ("/v1/unload_lora_adapter", "/unload_lora_adapter"):
-        assert http.post(path, json={"lora_name": "tuned"}).status_code == 404
+    for path, status in (("/v1/unload_lora_adapter", 404), ("/unload_lora_adapter", 400)):
+        assert http.post(path, json={"lora_name": "tuned"}).status_code == status
     assert len(http.get("/v1/models").get_json()["data"]) == 1
     assert not engine.is_paused
 
@@ -127,11 +144,43 @@ def test_wrong_fields_are_named_and_nothing_is_loaded(
     assert answer.status_code == 400
     assert answer.get_json()["error"]["param"] == field
     assert not engine.adapters and not engine.is_paused
+    if not path.startswith("/v1"):
+        failed_as_sglang(answer.get_json())
+
+
+def failed_as_sglang(said: dict[str, Any], words: str = "error_message") -> None:
+    """Clients of its look at this instead of the status."""
+    assert said["success"] is False and said[words] == said["error"]["message"]
+
+
+def test_what_fails_on_sglangs_routes_is_said_as_there(
+    http: FlaskClient, engine: FakeEngine
+) -> None:
+    """Also what is noticed before the route is reached; on others only OpenAI's error is there."""
+    name, folder = {"lora_name": "a"}, {"lora_path": "nowhere"}
+    for path, body in (("load", name | folder), ("unload", name), ("load", {})):
+        failed_as_sglang(http.post(f"/{path}_lora_adapter", json=body).get_json())
+        said = http.post(f"/v1/{path}_lora_adapter", json=body).get_json()
+        assert list(said) == ["error"]
+    tensors = "/load_lora_adapter_from_tensors"
+    failed_as_sglang(http.post(tensors, json=name | {"config_dict": {}}).get_json())
+    failed_as_sglang(http.post("/load_lora_adapter", data="no JSON").get_json())
+    for path, body in (
+        ("/update_weights_from_disk", {"model_path": "wrong"}),
+        ("/update_weights_from_disk", {"model_path": "/elsewhere"}),
+        ("/destroy_weights_update_group", {"group_name": "unknown"}),
+        ("/continue_generation", {"unknown": 1}),
+    ):
+        answer = http.post(path, json=body)
+        assert answer.status_code == 400, path
+        failed_as_sglang(answer.get_json(), "message")
 
 
 def test_a_folder_that_is_not_there_yet_is_tried_again(http: FlaskClient) -> None:
     """By prime-rl's clients, for which 404 says so."""
     assert load(http, path="nowhere").status_code == 404
+    body = {"lora_name": "tuned", "lora_path": "nowhere"}
+    assert http.post("/load_lora_adapter", json=body).status_code == 404
 
 
 def test_tensors_come_from_processes_of_this_machine(http: FlaskClient, engine: FakeEngine) -> None:

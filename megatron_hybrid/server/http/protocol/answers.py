@@ -53,16 +53,14 @@ _VERSIONS = optional(
 )
 _REASON = Literal["stop", "length", "tool_calls", "abort"]
 
-Error = shape(
-    "Error",
-    error=shape(
-        "ErrorObject",
-        message=str,
-        type=str,
-        param=says(str | None, "The field that is wrong."),
-        code=str | None,
-    ),
+_ERROR = shape(
+    "ErrorObject",
+    message=str,
+    type=str,
+    param=says(str | None, "The field that is wrong."),
+    code=str | None,
 )
+Error = shape("Error", error=_ERROR)
 Usage = shape(
     "Usage",
     prompt_tokens=Count,
@@ -250,6 +248,7 @@ CheckedWeights = shape(
     **_WEIGHTS,
 )
 WorldSize = shape("WorldSize", world_size=says(Count, "Ranks of the model."))
+Failed = shape("Failed", success=Literal[False], message=str, error=_ERROR)
 Paused = shape("Paused", is_paused=bool)
 Sleeping = shape("Sleeping", is_sleeping=bool)
 Loaded = shape(
@@ -259,6 +258,7 @@ Loaded = shape(
     error_message=None,
     loaded_adapters=says(dict[str, str], "All adapters, and their folders."),
 )
+NotLoaded = shape("NotLoaded", success=Literal[False], error_message=str, error=_ERROR)
 WeightInfo = shape("WeightInfo", weight_version=str)
 Load = shape("Load", server_load=Count)
 Version = shape("Version", version=str)
