@@ -60,6 +60,11 @@ class Adapters:
         """Of each the folder that it was read from."""
         return {name: adapter.folder for name, adapter in self._by_name.items()}
 
+    @property
+    def keys(self) -> dict[str, str]:
+        """Of each what keys of cached prefixes depend on."""
+        return {name: adapter.key for name, adapter in self._by_name.items()}
+
     def find(self, name: str) -> Adapter:
         """Of a request; "" stands for none. Raises InvalidRequestError for an unknown name."""
         if not name:

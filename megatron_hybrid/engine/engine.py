@@ -414,6 +414,11 @@ class DynamicInferenceEngine:
         """By name, the folder that each was read from; "": it came as tensors."""
         return self._adapters.folders
 
+    @property
+    def adapter_keys(self) -> dict[str, str]:
+        """By name, what stands for each in keys of cached prefixes: it changes with its weights."""
+        return self._adapters.keys
+
     def load_adapter(
         self, name: str, source: WeightsSource, config: Mapping[str, Any] | None = None
     ) -> None:

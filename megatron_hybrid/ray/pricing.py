@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from megatron_hybrid.errors import RequestError
@@ -56,6 +57,7 @@ class Pricing:
             (lambda: ResponseMemoryClient(responses)) if options.stores_responses else None,
         )
         self._placer = Placer(POLICIES[0], engine.cache, engine.max_queue)
+        self._placer.replicas[OURSELVES].adapters = engine.adapter_keys
         self._subscriber: KVEventSubscriber | None = None
         self._events = folder.kv_events_endpoint(0), folder.kv_replay_endpoint(0)
         self._priced: OrderedDict[str, _Priced] = OrderedDict()
@@ -111,8 +113,9 @@ class Pricing:
         self._subscriber.receive()
         # Of an answer that comes in one piece nobody says that it has begun.
         blocks = self._subscriber.contents.blocks
+        replica = self._placer.replicas[OURSELVES]
         for name, prompt in list(self._computing.items()):
-            hashes = prompt.blocks(self._subscriber.contents.epoch)
+            _, hashes = replica.keys_of(prompt)
             if hashes and hashes[-1] in blocks:
                 self._computing.pop(name)
                 self._placer.start(name)
@@ -141,8 +144,10 @@ class Pricing:
         found = read(body, self._engine, self._caller(headers))
         if isinstance(found, PreparedResponse):
             found = found.chat
+        adapters: list[str] = []  # of each prompt, where they may differ
         if isinstance(found, PreparedTokens):
             asked, ids = found.prompts[0].generation, [one.token_ids for one in found.prompts]
+            adapters = [one.generation.adapter for one in found.prompts]
         else:
             assert isinstance(found, PreparedChat | PreparedCompletion | PreparedScores)
             asked = found.generation
@@ -150,8 +155,8 @@ class Pricing:
         # Without a prefix cache a prompt is one block, which nothing is ever found for.
         size = self._sizes.block_size or 1 + max(map(len, ids), default=0)
         prompts = [
-            PromptKeys(wire.packed(one), size, asked.cache_salt, self._sizes.stored_as)
-            for one in ids
+            PromptKeys(wire.packed(one), size, asked.cache_salt, self._sizes.stored_as, adapter)
+            for one, adapter in zip_longest(ids, adapters, fillvalue=asked.adapter)
         ]
         most = asked.params.max_tokens
         return _Priced(prompts, asked.params.n, most if isinstance(most, int) else None)

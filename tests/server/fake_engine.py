@@ -423,6 +423,10 @@ class FakeEngine(DynamicInferenceEngine):
     def adapter_folders(self) -> dict[str, str]:
         return dict(self._adapter_folders)
 
+    @property
+    def adapter_keys(self) -> dict[str, str]:
+        return {name: f"{name}@{folder}" for name, folder in self._adapter_folders.items()}
+
     def load_adapter(self, name: str, source: Any, config: Mapping[str, Any] | None = None) -> None:
         folder = Path(source).name if isinstance(source, str) else ""
         self.log.append(f"load {name} {folder}")

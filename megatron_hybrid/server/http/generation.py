@@ -170,10 +170,9 @@ class Generation:
         longest_asked = [one.params.max_tokens for one in each]
         known = [tokens for tokens in longest_asked if tokens is not None]
         most = max(known) if len(known) == len(each) else None
-        # What is cached for another adapter is of no use.
-        apart = f"{self.wanted.adapter}/{self.wanted.cache_salt}"
-        salt = apart if self.wanted.adapter else self.wanted.cache_salt
-        wanted = wire.Wanted(self.request_id, packed, n, most, salt)
+        adapters = [add.adapter for add in self._adds]
+        salt, named = self.wanted.cache_salt, adapters if any(adapters) else []
+        wanted = wire.Wanted(self.request_id, packed, n, most, salt, named)
         self._submit(self._client.place(wanted))
 
     def _submit(self, placement: Placement) -> None:

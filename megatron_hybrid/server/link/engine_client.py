@@ -70,6 +70,7 @@ class EngineClient:
 
     def __init__(self, endpoint: str, first_ready: threading.Event | None = None) -> None:
         self.ready: wire.EngineReady | None = None
+        self.starts = 0  # engines that were ever ready; one may say more than once what it is
         self.fingerprint: wire.Fingerprint | None = None  # of answers that begin now
         self.state = "loading"
         self._url = ""
@@ -219,10 +220,12 @@ class EngineClient:
                         answer.set_exception(QueryFailed(reply.error, reply.status))
         elif isinstance(reply, wire.Adapters):
             if self.ready is not None:
-                self.ready = replace(self.ready, adapters=reply.adapters)
+                folders, keys = reply.adapters, reply.adapter_keys
+                self.ready = replace(self.ready, adapters=folders, adapter_keys=keys)
         elif isinstance(reply, wire.Fingerprint):
             self.fingerprint = reply
         elif isinstance(reply, wire.EngineReady):
+            self.starts += 1
             self.ready = reply
             self.state = "ok"
             self._first_ready.set()

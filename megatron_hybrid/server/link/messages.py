@@ -202,13 +202,15 @@ class Stop(Command, frozen=True):
 
 class Wanted(msgspec.Struct, frozen=True):
     """An HTTP request before it has a place. All its prompts, each `packed`, go to one replica:
-    they are let in or refused together, and answers to one prompt share what it costs."""
+    they are let in or refused together, and answers to one prompt share what it costs. `adapters`:
+    the name of each prompt's, "" for none; of nobody's if it is empty."""
 
     request_id: str
     prompts: list[bytes]
     n: int  # answers to each prompt
     max_tokens: int | None  # of each answer
     cache_salt: str
+    adapters: list[str] = []
 
     @property
     def answers(self) -> int:
@@ -268,7 +270,8 @@ class EngineReady(Reply, frozen=True):
     """The answer to Join. `max_seq_length`: the longest prompt and answer together, and the flag
     that says so; `pid`: of the engine process; `max_queue`: answers that may wait;
     `handover_address`: where it hands over what it computes of prompts; "": it answers itself.
-    `adapters`: those that requests may have, and their folders."""
+    `adapters`: those that requests may have, and their folders; `adapter_keys`: what stands for
+    each in keys of cached prefixes."""
 
     max_seq_length: int
     vocab_size: int
@@ -279,12 +282,14 @@ class EngineReady(Reply, frozen=True):
     max_seq_length_flag: str = CONTEXT_FLAG
     handover_address: str = ""
     adapters: dict[str, str] = {}
+    adapter_keys: dict[str, str] = {}
 
 
 class Adapters(Reply, frozen=True):
-    """Those that requests may have from now on, and the folder of each: as EngineReady has them."""
+    """Those that requests may have from now on: as EngineReady has them."""
 
     adapters: dict[str, str]
+    adapter_keys: dict[str, str]
 
 
 class Fingerprint(Reply, frozen=True):

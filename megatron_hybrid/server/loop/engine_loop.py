@@ -71,7 +71,9 @@ class EngineLoop:
             self.engine,
             self._send,
             lambda: self._send_all(self._fingerprint()),
-            lambda: self._send_all(wire.Adapters(self.engine.adapter_folders)),
+            lambda: self._send_all(
+                wire.Adapters(self.engine.adapter_folders, self.engine.adapter_keys)
+            ),
         )
         self._backlog: deque[tuple[bytes, wire.Command]] = deque()  # for later turns
         self._senders: deque[bytes] = deque()  # of requests and queries that are not applied yet
@@ -228,7 +230,8 @@ class EngineLoop:
             self.cache,
             engine.max_seq_length_flag,
             self.handover_address,
-            self.engine.adapter_folders,
+            engine.adapter_folders,
+            engine.adapter_keys,
         )
 
     def _fingerprint(self) -> wire.Fingerprint:

@@ -14,6 +14,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 
 import msgspec
@@ -63,6 +64,7 @@ class Coordinator:
         self._folder = folder
         self._subscribers: dict[int, KVEventSubscriber] = {}  # by replica
         self._ready: list[wire.EngineReady | None] = [None] * len(replicas)
+        self._starts = [0] * len(replicas)
         self.placer: Placer | None = None  # until a first replica has said what it is
         self._owners: dict[bytes, set[str]] = {}  # requests that count, by worker
         self._last_ping = 0.0
@@ -110,14 +112,19 @@ class Coordinator:
     def _look_at_engines(self) -> None:
         """Take note of replicas that came and went."""
         for replica, engine in enumerate(self._engines):
-            ready = engine.ready
+            starts, ready = engine.starts, engine.ready
             if ready is self._ready[replica]:
                 continue
-            if self._ready[replica] is not None:
+            is_known = self._ready[replica] is not None
+            goes_on = is_known and ready is not None and starts == self._starts[replica]
+            if is_known and not goes_on:
                 self._lose(replica)
-            self._ready[replica] = ready
+            self._ready[replica], self._starts[replica] = ready, starts
             if ready is not None:
-                self._begin(replica, ready)
+                if not goes_on:
+                    self._begin(replica, ready)
+                assert self.placer is not None, "a replica has begun"
+                self.placer.replicas[replica].adapters = ready.adapter_keys
 
     def _lose(self, replica: int) -> None:
         assert self.placer is not None, "it was ready"
@@ -180,8 +187,8 @@ class Coordinator:
         if not block_size:  # no prefix cache: one block, which nothing is ever found for
             block_size = 1 + max(map(len, wanted.prompts), default=0)
         prompts = [
-            PromptKeys(data, block_size, wanted.cache_salt, sizes.stored_as)
-            for data in wanted.prompts
+            PromptKeys(data, block_size, wanted.cache_salt, sizes.stored_as, adapter)
+            for data, adapter in zip_longest(wanted.prompts, wanted.adapters, fillvalue="")
         ]
         return self.placer.place(wanted.request_id, prompts, wanted.n, wanted.max_tokens, replicas)
 

@@ -124,6 +124,7 @@ class Placer:
         for name in [name for name, one in self._placed.items() if one.replica == replica]:
             self.end(name)
         self.replicas[replica].contents = CacheContents()
+        self.replicas[replica].adapters = {}
 
     def _put(self, request_id: str, replica: int, answers: int) -> _Placed:
         placed = self._placed[request_id] = _Placed(replica, answers)

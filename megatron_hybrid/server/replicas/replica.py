@@ -21,28 +21,40 @@ from megatron_hybrid.server.link.messages import CacheSizes
 class PromptKeys:
     """A prompt's tokens and hashes; those of an epoch are made when they are first asked for."""
 
-    def __init__(self, data: bytes, block_size: int, cache_salt: str, stored_as: str = "") -> None:
-        """`data`: the ids as 32-bit little-endian numbers. `stored_as`: see CacheSizes."""
+    def __init__(
+        self,
+        data: bytes,
+        block_size: int,
+        cache_salt: str,
+        stored_as: str = "",
+        adapter: str = "",
+    ) -> None:
+        """`data`: the ids as 32-bit little-endian numbers. `stored_as`: see CacheSizes. `adapter`:
+        its name; "": none."""
         self.tokens: Tokens = np.frombuffer(data, dtype="<i4")
         self.length = len(self.tokens)
         self._block_size = block_size
         self._cache_salt = cache_salt
         self._stored_as = stored_as
-        self._by_epoch: dict[int, tuple[SequenceKeys, list[int]]] = {}
+        self.adapter = adapter
+        self._by_root: dict[tuple[int, str], tuple[SequenceKeys, list[int]]] = {}
 
-    def blocks(self, epoch: int = 0) -> list[int]:
-        """Hashes of all full blocks, as KV events have them."""
-        return self.of(epoch)[1]
+    def blocks(self) -> list[int]:
+        """Hashes of all full blocks that only prompts have which begin alike, whatever weights
+        there are by now."""
+        return self.of(0, self.adapter)[1]
 
-    def of(self, epoch: int) -> tuple[SequenceKeys, list[int]]:
-        """The keys under this epoch's root, and the hashes of all full blocks."""
-        known = self._by_epoch.get(epoch)
+    def of(self, epoch: int, adapter_key: str = "") -> tuple[SequenceKeys, list[int]]:
+        """The keys under the root of this epoch and of what stands for the adapter, and the hashes
+        of all full blocks, as KV events have them."""
+        known = self._by_root.get((epoch, adapter_key))
         if known is None:
-            root = root_key(epoch, self._cache_salt, stored_as=self._stored_as)
+            root = root_key(epoch, self._cache_salt, adapter_key, self._stored_as)
             tokens = self.tokens  # a reference to self here would be one in a circle
             keys = SequenceKeys(root, self._block_size, lambda low, high: tokens[low:high])
             keys.extend_to(self.length)
-            known = self._by_epoch[epoch] = keys, [wire_hash(key) for key in keys.blocks]
+            known = keys, [wire_hash(key) for key in keys.blocks]
+            self._by_root[epoch, adapter_key] = known
         return known
 
 
@@ -52,6 +64,7 @@ class Replica:
 
     sizes: CacheSizes
     contents: CacheContents = field(default_factory=CacheContents)
+    adapters: dict[str, str] = field(default_factory=dict)  # and what stands for each in keys
     prefill: int = 0  # prompt tokens that wait there to be computed
     answers: int = 0  # that have a place there and have not ended
     waiting: int = 0  # of these, those that have not begun
@@ -76,5 +89,11 @@ class Replica:
         shared = shared_blocks(prompt.blocks(), self.expected) * self.sizes.block_size
         shared = min(shared, prompt.length - 1)
         shared -= shared % self.sizes.unit
-        keys, hashes = prompt.of(self.contents.epoch)
+        keys, hashes = self.keys_of(prompt)
         return max(shared, self.contents.skippable(keys, prompt.length, hashes))
+
+    def keys_of(self, prompt: PromptKeys) -> tuple[SequenceKeys, list[int]]:
+        """What this replica calls the prompt's prefixes. Nothing of one whose adapter is not here
+        was ever stored by its bare name."""
+        key = self.adapters.get(prompt.adapter, prompt.adapter)
+        return prompt.of(self.contents.epoch, key)

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from megatron_hybrid.engine.latency import Histogram
 from megatron_hybrid.server.link import messages as wire
@@ -58,7 +59,7 @@ class ReplicaSet:
 
     def check(self) -> wire.EngineReady:
         """What a living replica said of itself, the one that serves the shortest sequences: any may
-        get a request. EngineUnavailable if none takes requests."""
+        get a request; and the adapters of all. EngineUnavailable if none takes requests."""
         reasons: dict[str, list[int]] = {}
         living: list[wire.EngineReady] = []
         for replica, client in enumerate(self.clients):
@@ -67,7 +68,7 @@ class ReplicaSet:
             except EngineUnavailable as error:
                 reasons.setdefault(str(error), []).append(replica)
         if living:
-            return min(living, key=attrgetter("max_seq_length"))
+            return _all_of(living)
         if len(reasons) == 1:
             raise EngineUnavailable(next(iter(reasons)))
         said = (f"Replica {', '.join(map(str, who))}: {why}" for why, who in reasons.items())
@@ -77,7 +78,7 @@ class ReplicaSet:
     def ready(self) -> wire.EngineReady | None:
         """What a replica that is there said of itself; which one: see `check`."""
         there = [client.ready for client in self.clients if client.ready is not None]
-        return min(there, key=attrgetter("max_seq_length"), default=None)
+        return _all_of(there) if there else None
 
     def running(self) -> int:
         """Requests of this process that have not ended, on all replicas."""
@@ -164,6 +165,9 @@ class ReplicaSet:
         ]
         if not candidates:
             return None
+        if wanted.adapters:  # a replica that was started again may have none
+            able = [one for one in candidates if self._has_adapters(one, wanted)]
+            candidates = able or candidates
         coordinator, chosen = self._coordinator, candidates[0]
         if coordinator is not None:
             candidates = self._ready_to_begin(candidates)
@@ -185,6 +189,10 @@ class ReplicaSet:
             elsewhere=partial(self._place, wanted, tried | {chosen}),
             ended=ended,
         )
+
+    def _has_adapters(self, replica: int, wanted: wire.Wanted) -> bool:
+        ready = self.clients[replica].ready
+        return ready is not None and ready.adapters.keys() >= {*wanted.adapters} - {""}
 
     def _ready_to_begin(self, replicas: list[int]) -> list[int]:
         """Those of them, if any, that begin requests soon: that are not paused, and do not hang as
@@ -225,6 +233,13 @@ def _takes_requests(client: EngineClient) -> bool:
     except EngineUnavailable:
         return False
     return True
+
+
+def _all_of(replicas: Sequence[wire.EngineReady]) -> wire.EngineReady:
+    """The one that serves the shortest sequences, with the adapters of all."""
+    shortest = min(replicas, key=attrgetter("max_seq_length"))
+    folders = {name: folder for one in replicas for name, folder in one.adapters.items()}
+    return shortest if folders == shortest.adapters else replace(shortest, adapters=folders)
 
 
 def _as_one(refusals: dict[int, QueryFailed], succeeded: list[int]) -> QueryFailed:

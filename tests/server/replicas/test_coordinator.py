@@ -13,6 +13,7 @@ import pytest
 import zmq
 from flask.testing import FlaskClient
 
+from megatron_hybrid.cache.block_hash import SequenceKeys
 from megatron_hybrid.cache.changes import CacheChanges
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.kv_events import KVEventPublisher, KVEventsConfig
@@ -64,7 +65,10 @@ class Replica:
 
     def has(self, tokens: list[int]) -> None:
         """It has cached a prefix of whole blocks, with a state at its end."""
-        keys, _ = prompt(tokens).of(0)
+        self.stores(prompt(tokens).of(0)[0], tokens)
+
+    def stores(self, keys: SequenceKeys, tokens: list[int]) -> None:
+        """The same, by these keys."""
         self._changes.blocks_stored(keys, 0, len(tokens) // BLOCK)
         self._changes.state_stored(keys, len(tokens), False)
         self.publisher.publish(self._changes.take())
