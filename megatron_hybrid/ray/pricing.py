@@ -11,7 +11,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from megatron_hybrid.errors import RequestError
@@ -144,7 +143,6 @@ class Pricing:
         found = read(body, self._engine, self._caller(headers))
         if isinstance(found, PreparedResponse):
             found = found.chat
-        adapters: list[str] = []  # of each prompt, where they may differ
         if isinstance(found, PreparedTokens):
             asked, ids = found.prompts[0].generation, [one.token_ids for one in found.prompts]
             adapters = [one.generation.adapter for one in found.prompts]
@@ -152,11 +150,12 @@ class Pricing:
             assert isinstance(found, PreparedChat | PreparedCompletion | PreparedScores)
             asked = found.generation
             ids = [found.prompt] if isinstance(found, PreparedChat) else found.prompts
+            adapters = [asked.adapter] * len(ids)
         # Without a prefix cache a prompt is one block, which nothing is ever found for.
         size = self._sizes.block_size or 1 + max(map(len, ids), default=0)
         prompts = [
             PromptKeys(wire.packed(one), size, asked.cache_salt, self._sizes.stored_as, adapter)
-            for one, adapter in zip_longest(ids, adapters, fillvalue=asked.adapter)
+            for one, adapter in zip(ids, adapters, strict=True)
         ]
         most = asked.params.max_tokens
         return _Priced(prompts, asked.params.n, most if isinstance(most, int) else None)

@@ -181,8 +181,8 @@ class ServerMetrics:
             ([e, str(one["lora_slots"]), ",".join(one["lora_requests"]), ""], time.time())
             for e, one in each
         ]
-        own = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
-        yield family(GaugeMetricFamily, "lora_requests_info", text, loaded, *own)
+        named = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        yield family(GaugeMetricFamily, "lora_requests_info", text, loaded, *named)
         for name, (key, text) in _BY_AGE.items():
             samples = [([e, age], count) for e, one in each for age, count in one[key]]
             yield family(GaugeMetricFamily, name, text, samples, "age")

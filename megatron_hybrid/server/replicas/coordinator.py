@@ -14,7 +14,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from itertools import zip_longest
 from pathlib import Path
 
 import msgspec
@@ -186,9 +185,10 @@ class Coordinator:
         block_size = sizes.block_size
         if not block_size:  # no prefix cache: one block, which nothing is ever found for
             block_size = 1 + max(map(len, wanted.prompts), default=0)
+        adapters = wanted.adapters or [""] * len(wanted.prompts)
         prompts = [
             PromptKeys(data, block_size, wanted.cache_salt, sizes.stored_as, adapter)
-            for data, adapter in zip_longest(wanted.prompts, wanted.adapters, fillvalue="")
+            for data, adapter in zip(wanted.prompts, adapters, strict=True)
         ]
         return self.placer.place(wanted.request_id, prompts, wanted.n, wanted.max_tokens, replicas)
 
