@@ -16,12 +16,12 @@ from werkzeug.exceptions import Forbidden
 
 from megatron_hybrid.errors import InvalidRequestError
 from megatron_hybrid.pause_mode import PauseMode
-from megatron_hybrid.server.http.answering import request_body
+from megatron_hybrid.server.http.answering import read_body
 from megatron_hybrid.server.http.control import check_control
 from megatron_hybrid.server.http.http_errors import json_response
 from megatron_hybrid.server.http.launched import launched
 from megatron_hybrid.server.http.protocol import weights as bodies
-from megatron_hybrid.server.http.protocol.parsing import Body, parse_body, read
+from megatron_hybrid.server.http.protocol.parsing import Body, read
 from megatron_hybrid.server.http.serving import Serving
 from megatron_hybrid.server.http.sglang_failures import failing_as_sglang
 from megatron_hybrid.server.link import messages as wire
@@ -53,8 +53,7 @@ class Control:
         """The current request's. Raises InvalidRequestError, and Forbidden where these routes are
         off."""
         self.check_allowed()
-        data = b"".join(request_body())
-        return read(kind, parse_body(data) if data else {})
+        return read_body(kind)
 
     def query(self, kind: type[T]) -> T:
         """The current request's query. Raises as `body`."""
@@ -103,6 +102,11 @@ class Control:
         values = launched(self._serving)
         number: int = values["num_gpus"]
         return number if of_all else number // values["dp_size"]
+
+    def weight_version(self) -> str | None:
+        """What answers call the weights that all replicas have."""
+        self._serving.client.check()
+        return self._serving.client.weight_version()
 
     def from_prime(self, path: str) -> FromPrime:
         """What prime-rl has written there, or sends, where its group is there: then nobody reads
@@ -323,7 +327,7 @@ def _install_vllm(app: Flask, control: Control) -> None:
     @app.get("/weight_info")
     def weight_info() -> Response:
         control.check_allowed()
-        return json_response({"weight_version": control.stats()["weight_version"]})
+        return json_response({"weight_version": control.weight_version()})
 
 
 def done(values: dict[str, Any]) -> Response:

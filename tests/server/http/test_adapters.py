@@ -38,6 +38,7 @@ def test_requests_name_an_adapter_as_their_model(http: FlaskClient, engine: Fake
         ("/v1/completions", PROMPT),
         ("/v1/chat/completions", CHAT),
         ("/v1/messages", CHAT),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 16}),
         ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 2}}),
     ):
         for name, adapter in (("tuned", "tuned"), ("fake", "")):
@@ -47,6 +48,25 @@ def test_requests_name_an_adapter_as_their_model(http: FlaskClient, engine: Fake
             assert engine.added[-1].adapter == adapter, path
     assert http.post("/v1/completions", json=PROMPT).get_json()["model"] == "fake"
     assert engine.added[-1].adapter == ""
+
+
+def test_routes_without_an_answer_know_adapters_too(http: FlaskClient, engine: FakeEngine) -> None:
+    load(http)
+    score = {"prompt": "Hi", "answers": ["a", "b"], "model": "tuned"}
+    assert http.post("/score_tokens", json=score).status_code == 200
+    assert [one.adapter for one in engine.added] == ["tuned"] * 2
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", PROMPT)):
+        answer = http.post(f"{path}/render", json={**body, "model": "tuned"})
+        assert answer.status_code == 200
+        said = answer.get_json()
+        assert (said[0] if isinstance(said, list) else said)["model"] == "tuned"
+    for path, body in (
+        ("/v1/responses", {"input": "Hi"}),
+        ("/score_tokens", score),
+        ("/v1/chat/completions/render", CHAT),
+        ("/v1/completions/render", PROMPT),
+    ):
+        assert http.post(path, json={**body, "model": "nobody"}).status_code == 404, path
 
 
 def test_sglangs_clients_name_one_for_each_prompt(http: FlaskClient, engine: FakeEngine) -> None:
