@@ -34,7 +34,7 @@ from megatron_hybrid.kernels.contract import DecodeRuns
 from megatron_hybrid.layers.inputs import LayerCaches, LockstepSize, StepInputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.models.adapters.loading import load_adapter
-from megatron_hybrid.models.checkpoints.updates import update_model
+from megatron_hybrid.models.checkpoints.updates import ModelUpdates
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
 
@@ -71,6 +71,7 @@ class ModelRunner(Runner):
         on_gpu = device.type == "cuda"
         self.asynchronous = on_gpu if asynchronous is None else asynchronous
         self._model = model
+        self._updates = ModelUpdates(model)
         self._caches = caches
         last_steps = LastSteps(len(rows.decoding), num_drafts, device) if num_drafts else None
         has_head = num_drafts > 0 and model.mtp is not None
@@ -171,7 +172,7 @@ class ModelRunner(Runner):
 
     @device_errors
     def update_weights(self, source: WeightsSource) -> frozenset[str]:
-        left_out = update_model(self._model, source)
+        left_out = self._updates.update(source)
         self._model.kernels.linear.weights_changed()
         if self._last_token.is_cuda:  # who has sent them may write over what was copied
             torch.cuda.synchronize(self._last_token.device)

@@ -173,6 +173,9 @@ class HybridModel(nn.Module):
     @torch.no_grad()
     def after_loading(self) -> None:
         """To be called when the weights are in place: lets every layer prepare what it needs."""
+        if self.embedding is not None:
+            weight = self.embedding.weight
+            weight[self._vocabulary_rows(weight.shape[0])[1] :].zero_()
         for module in self.modules():
             prepare = getattr(module, "after_loading", None)
             if prepare is not None and module is not self:
@@ -246,7 +249,6 @@ class HybridModel(nn.Module):
         if self.embedding is not None:
             weight = self.embedding.weight
             start, real = self._vocabulary_rows(weight.shape[0])
-            weight[real:].zero_()
             yield None, section("embedding", weight[:real], 0, start, self.config.vocab_size)
         for index, block in self.own_blocks():
             for part in block.weight_parts():

@@ -6,7 +6,7 @@ lies behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,11 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from megatron_hybrid.errors import WeightsError
-from megatron_hybrid.models.checkpoints.sent_tensors import SentTensors, TensorInfo
+from megatron_hybrid.models.checkpoints.sent_tensors import (
+    GivenTensors,
+    SentTensors,
+    TensorInfo,
+)
 from megatron_hybrid.weight_transfer import requests as wire
 from megatron_hybrid.weight_transfer.packing import Infos, infos_of, unpack, view
 from megatron_hybrid.weight_transfer.pickles import Call, Record, read, recorded
@@ -73,7 +77,7 @@ def _of_vllm(pickled: bytes, infos: Infos, device: torch.device, *, in_one: bool
     tensors = [tensor_of(one[uuid], device) for one in each]
     if in_one:
         return SentTensors(infos, partial(unpack, tensors[0], infos))
-    return _all_there(zip(infos, tensors, strict=True))
+    return GivenTensors(zip(infos, tensors, strict=True))
 
 
 def _of_sglang(pickled: bytes, device: torch.device, *, in_one: bool) -> SentTensors:
@@ -81,7 +85,7 @@ def _of_sglang(pickled: bytes, device: torch.device, *, in_one: bool) -> SentTen
     found = read(pickled, "serialized_named_tensors", _NAMES)
     if not in_one:
         try:
-            return _all_there([(str(name), tensor_of(one, device)) for name, one in found])
+            return GivenTensors([(str(name), tensor_of(one, device)) for name, one in found])
         except (TypeError, ValueError) as error:
             raise WeightsError(
                 f"serialized_named_tensors has to hold pairs of a name and a tensor: {error}."
@@ -123,9 +127,3 @@ def tensor_of(found: Any, device: torch.device) -> Tensor:
     except (RuntimeError, TypeError) as error:
         raise WeightsError(f"A tensor's memory can't be opened here: {error}") from error
     return opened
-
-
-def _all_there(pairs: Iterable[tuple[str, Tensor]]) -> SentTensors:
-    known = dict(pairs)
-    infos = {name: TensorInfo(one.dtype, tuple(one.shape)) for name, one in known.items()}
-    return SentTensors(infos, known.items)

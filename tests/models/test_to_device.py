@@ -93,7 +93,7 @@ def test_a_folders_weights_by_threads_are_those_by_one(
     folder = ModelFolder.open(tmp_path)
     with placing.open_weights(folder, folder.config) as source:
         assert source.reads_side_by_side
-        placed = placing.place_parts(model, source)
+        placed = placing.place_parts(model.weight_parts(), source)
         list(on_lanes(partial(placing.put_one, source), placed, CPU))
     model.after_loading()
     for name, values in model.named_parameters():

@@ -69,11 +69,13 @@ class Placed(NamedTuple):
         return {place.name for place in (self.place, *self.copies)}
 
 
-def place_parts(model: HybridModel, source: WeightSource, *, some: bool = False) -> list[Placed]:
-    """Where each of this rank's parts is. Raises WeightsError for a weight that has the wrong
-    shape, or is missing, unless `some` are enough. Reads no weight."""
+def place_parts(
+    parts: Iterable[tuple[int | None, Part]], source: WeightSource, *, some: bool = False
+) -> list[Placed]:
+    """Where each of these parts, of a block or of none, is. Raises WeightsError for a weight with
+    another shape, or that is missing, unless `some` are enough. Reads no weight."""
     placed = []
-    for block, part in model.weight_parts():
+    for block, part in parts:
         places = source.places(block, part.role)
         if (quantized := _quantized(part, places, source)) is not None:
             quantized.check()

@@ -29,9 +29,9 @@ class SentTensors:
     for, unless it is `kept`. Those that are there can be read from `held`."""
 
     where = "what was sent"
-    # Whether nobody goes on before all was received, as in a broadcast: it is taken in even if it
-    # is of no use.
-    must_be_received = True
+    # Whether all can be read before they are received. If not, nobody goes on before they were, as
+    # in a broadcast: they are taken in even if they are of no use.
+    is_there = False
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class SentTensors:
 
     def refuse(self) -> None:
         """None of it is wanted."""
-        if self.must_be_received:
+        if not self.is_there:
             for _ in self._receive():
                 pass
 
@@ -91,7 +91,7 @@ class GivenTensors(SentTensors):
     """Tensors that are all there, in memory, on any device and in any dtype."""
 
     where = "the tensors given"
-    must_be_received = False
+    is_there = True
 
     def __init__(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """Raises WeightsError for what is no mapping of names to tensors, and no pairs of them."""
@@ -105,4 +105,4 @@ class GivenTensors(SentTensors):
             given[name] = tensor.detach()
         infos = {name: TensorInfo(one.dtype, tuple(one.shape)) for name, one in given.items()}
         super().__init__(infos, given.items)
-        self.held = given
+        self.held = dict(given)

@@ -86,7 +86,7 @@ def load_model(
         _fill_randomly(model, seed)
     else:
         with open_weights(folder, folder.config) as source:
-            placed = place_parts(model, source)
+            placed = place_parts(model.weight_parts(), source)
             check_placed(model, placed, source)
             put_all(placed, source, progress and parallel.is_first)
             if kv_dtype == FP8:
