@@ -16,7 +16,8 @@ _WRONG_SHAPE = {
     "unsupported_parameter",
 }
 # Where the shape does not say all: what the model's vocabulary, context or template allows, two
-# fields that contradict each other, a JSON Schema that no answer can follow, a folder's contents.
+# fields that contradict each other, a JSON Schema that no answer can follow, a folder's contents,
+# a name that is not loaded.
 _DEEPER = (
     *("prompt", "messages", "tokens", "logit_bias", "response_format", "cache_checkpoints"),
     *("max_tokens", "max_completion_tokens", "min_tokens", "stream_options", "top_logprobs"),
@@ -30,7 +31,7 @@ _DEEPER = (
     *("weight_dir", "update_info", "init_info", "host", "group_name", "names", "model_path"),
     *("serialized_named_tensors", "body", "action"),
     *("input_ids", "sampling_params", "logprob_start_len", "top_logprobs_num", "return_logprob"),
-    *("lora_path", "rid"),
+    *("lora_path", "lora_name", "rid"),
 )
 
 
