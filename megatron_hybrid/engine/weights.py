@@ -99,13 +99,14 @@ class EngineWeights:
             for source in sources:
                 self.put(source)
                 pieces += 1
-        except WeightsError as error:
+        except BaseException as error:  # of what gives the pieces, too
             self.is_open = was_open
-            if pieces:
+            if pieces and self._lost is None:
                 words = f"Of an update {pieces} pieces are in place, the next one is not: {error}"
                 self._lose(words)
                 raise WeightsLostError(words) from error
-            self._outcomes["refused"] += 1
+            if self._lost is None:
+                self._outcomes["refused"] += 1
             raise
         if not was_open:
             self.finish(version)

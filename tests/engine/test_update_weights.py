@@ -260,3 +260,27 @@ def test_a_copy_that_fails_half_way_says_that_the_engine_must_be_restarted(
     for call in (lambda: tokens(llm), lambda: llm.update_weights(b)):
         with pytest.raises(WeightsLostError, match="must be restarted"):
             call()
+
+
+@pytest.mark.parametrize("came", [0, 1])
+def test_pieces_that_stop_coming_are_lost_if_one_is_in_place(folders: Folders, came: int) -> None:
+    a, b = folders("llama")
+    llm = LLM(str(a), **OPTIONS)
+    first = tokens(llm)
+
+    def pieces() -> Iterator[dict[str, Tensor]]:
+        new = load_file(next(b.glob("*.safetensors")))
+        yield from [new][:came]
+        raise OSError("the trainer is gone")
+
+    llm.pause()
+    error = WeightsLostError if came else OSError
+    with pytest.raises(error, match="the trainer is gone"):
+        llm.engine.weights.update_from(pieces())
+    assert not llm.engine.weights.is_open
+    llm.resume()
+    if came:
+        with pytest.raises(WeightsLostError, match="1 pieces are in place"):
+            tokens(llm)
+    else:
+        assert tokens(llm) == first
