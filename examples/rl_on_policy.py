@@ -274,6 +274,10 @@ def main() -> int:
     parser.add_argument("--transformers", action="store_true", help="its difference, too")
     parser.add_argument("--seed", type=int, default=0)
     args, rest = parser.parse_known_args()
+    least = {"steps": 1, "prompts": 1, "samples": 2, "max_tokens": 1, "test_questions": 2}
+    for name, lowest in least.items():
+        if (value := getattr(args, name)) < lowest:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it can be {lowest} or more.")
     engine = ArgumentParser(prog=parser.prog)
     add_engine_arguments(engine)
     try:

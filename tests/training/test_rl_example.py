@@ -60,6 +60,24 @@ def test_without_the_mode_they_differ_and_the_server_may_lend_its_memory(
     assert any(step.difference for step in steps)
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--samples", 1), "--samples is 1; it can be 2 or more"),
+        (("--no-such-flag",), "--no-such-flag"),
+        (("--dtype", "int3"), "int3"),
+    ],
+)
+def test_wrong_flags_are_named(
+    flags: tuple[object, ...],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(SCRIPT, *flags, monkeypatch=monkeypatch) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_answers_that_are_all_alike_teach_nothing() -> None:
     example = runpy.run_path(str(Path(__file__).parents[2] / SCRIPT))
 
