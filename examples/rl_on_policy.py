@@ -97,12 +97,12 @@ class Server:
     """What a trainer asks of one, over HTTP."""
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        self.url = url
 
     def ask(self, path: str, body: dict[str, Any]) -> Any:
         """What it answers."""
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers)
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request) as answer:
             return json.load(answer)
 
@@ -178,12 +178,12 @@ class WithTransformers:
         return found
 
 
-def train(args: argparse.Namespace, config: EngineConfig, server: Server, url: str) -> int:
+def train(args: argparse.Namespace, config: EngineConfig, server: Server) -> int:
     """The loop; the exit status."""
     model = TrainableModel(config)
     folder = ModelFolder.of(config)
     tokenizer = Tokenizer.load(folder.tokenizer)
-    sender = WeightSender([url], model.device)
+    sender = WeightSender([server.url], model.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate)
     other = WithTransformers(folder.path, model) if args.transformers else None
     tasks = tasks_of(tokenizer.encode_chat, f"train/{args.seed}")
@@ -227,10 +227,10 @@ def train(args: argparse.Namespace, config: EngineConfig, server: Server, url: s
     after = test()
     sender.close()
     farthest = max(step.largest for step in steps)
-    tenth = max(1, args.steps // 5)
-    ends = [sum(step.reward for step in some) / tenth for some in (steps[:tenth], steps[-tenth:])]
+    fifth = max(1, args.steps // 5)
+    ends = [sum(step.reward for step in some) / fifth for some in (steps[:fifth], steps[-fifth:])]
     print(
-        f"mean reward of the first {tenth} steps {ends[0]:.3f}, of the last {ends[1]:.3f}; other "
+        f"mean reward of the first {fifth} steps {ends[0]:.3f}, of the last {ends[1]:.3f}; other "
         f"questions at temperature 0: {before:.3f}, then {after:.3f}; trainer and server differed "
         f"by {farthest:.3g} at most"
     )
@@ -287,7 +287,7 @@ def main() -> int:
     if args.plot is not None:
         load_matplotlib()  # asks for it before the work
     with started(1, [*rest, "--enable-control-routes"]) as servers:
-        return train(args, config, Server(servers.url), servers.url)
+        return train(args, config, Server(servers.url))
 
 
 if __name__ == "__main__":

@@ -105,9 +105,9 @@ def output_of(answer: Mapping[str, Any], layers: int = 0) -> dict[str, Any]:
 
 
 def _experts(meta: Mapping[str, Any], layers: int) -> npt.NDArray[np.int32] | None:
-    tokens = meta["prompt_tokens"] + meta["completion_tokens"] - 1  # the last one was not computed
     if (data := meta.get("routed_experts")) is None:
         return None
+    tokens = meta["prompt_tokens"] + meta["completion_tokens"] - 1  # the last one was not computed
     ids = np.frombuffer(base64.b64decode(data), dtype=np.int32)
     return ids.reshape(tokens, layers, ids.size // (tokens * layers))
 

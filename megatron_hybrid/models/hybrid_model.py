@@ -327,17 +327,18 @@ class HybridModel(nn.Module):
         if self.stage.start > last_mixing:
             plans, most = replace(plans, kernels=of_logits(plans.kernels, inputs)), size.rows
         residual, mixed, embeddings = self._embed(inputs) if entering is None else entering
-        chosen: list[Tensor] | None = None if plans.caches.routed is None else []
-        plans = replace(plans, embeddings=embeddings, most_tokens=most, chosen=chosen)
-        plans = replace(plans, all_to_all=size.all_to_all)
+        kept: list[Tensor] | None = None if plans.caches.routed is None else []
+        plans = replace(
+            plans, embeddings=embeddings, most_tokens=most, all_to_all=size.all_to_all, chosen=kept
+        )
         for index, block in self.own_blocks():
             mixed, residual = block(mixed, residual, config.residual_multiplier, plans)
             if index == last_mixing:
                 mixed, residual = inputs.of_logits(added_up(mixed)), inputs.of_logits(residual)
                 kernels = of_logits(plans.kernels, inputs)
                 plans = replace(plans, kernels=kernels, most_tokens=size.rows)
-        if chosen is not None:
-            plans.caches.keep_routed(inputs.paged.kv_slot, chosen)
+        if kept is not None:
+            plans.caches.keep_routed(inputs.paged.kv_slot, kept)
         if SHARED_TRANSFORMER not in config.pattern[self.stage.stop :]:
             embeddings = None
         return Hidden(residual, None if mixed is None else added_up(mixed), embeddings)

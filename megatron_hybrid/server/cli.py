@@ -277,7 +277,7 @@ def server_options(
         tokenizer_folder=str(folder.tokenizer),
         model_name=names[0],
         other_names=tuple(names[1:]),
-        returns_routed_experts=getattr(config, "enable_return_routed_experts", False),
+        returns_routed_experts=config.enable_return_routed_experts,
         **{"data_parallel_size": end, **values},
     )
     size = options.data_parallel_size

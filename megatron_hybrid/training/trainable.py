@@ -35,7 +35,7 @@ from megatron_hybrid.layers.inputs import LayerCaches, StepInputs, allocate_cach
 from megatron_hybrid.layers.linear import Linear
 from megatron_hybrid.layers.parts import Part
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
-from megatron_hybrid.models.checkpoints.updates import update_model
+from megatron_hybrid.models.checkpoints.updates import ModelUpdates
 from megatron_hybrid.models.checkpoints.weight_source import open_folder
 from megatron_hybrid.models.checkpoints.weights import load_model
 from megatron_hybrid.models.config import resolve_dtype
@@ -89,6 +89,7 @@ class TrainableModel:
             progress=False,
             replay_chunk=self._ring_length or None,
         )
+        self._updates = ModelUpdates(self._model)
         self.weights: dict[str, nn.Parameter] = {}
         leaves = _leaves(self._model)
         origins: dict[int, list[_Origin]] = defaultdict(list)
@@ -189,7 +190,7 @@ class TrainableModel:
         """The weights into the modules, if they have changed."""
         if (now := self._versions()) != self._loaded:
             with torch.no_grad():
-                update_model(self._model, self.weights)
+                self._updates.update(self.weights)
             self._loaded = now
 
     def _versions(self) -> list[tuple[int, int]]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import urllib.request
-from types import ModuleType
 from typing import Any
 
 import psutil
 import pytest
+
+from tests.training.doubled_modules import install_modules
 
 
 @dataclasses.dataclass
@@ -208,10 +208,4 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "slime.backends.sglang_utils": {},
         "slime.backends.sglang_utils.sglang_engine": {"SGLangEngine": SGLangEngine},
     }
-    for name, values in modules.items():
-        module = ModuleType(name)
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, name, module)
-        parent, _, own = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], own, module)
+    install_modules(monkeypatch, modules)

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from tests.training.doubled_modules import install_modules
 
 NODE = "127.0.0.1"
 ACTORS: dict[str, Any] = {}
@@ -209,10 +210,4 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
             "TokenOutput": TokenOutput,
         },
     }
-    for name, values in modules.items():
-        module = ModuleType(name)
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, name, module)
-        parent, _, own = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], own, module)
+    install_modules(monkeypatch, modules)
