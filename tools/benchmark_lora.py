@@ -35,7 +35,7 @@ from megatron_hybrid.arguments import (
     add_engine_arguments,
     engine_config_from_args,
 )
-from megatron_hybrid.engine.build import build_engine, load_weights
+from megatron_hybrid.engine.build import build_engine
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 
 WARM_UP_STEPS = 16
@@ -122,12 +122,12 @@ def main() -> None:
     add_engine_arguments(parser)
     args = parser.parse_args()
     config = engine_config_from_args(args).replace(enable_lora=True)
-    model = load_weights(config)
     found: dict[str, dict[str, float]] = {load: {} for load in args.loads}
     for enabled in (False, True) if args.without else (True,):
         own = config if enabled else config.replace(enable_lora=False, lora_experts=False)
-        engine = build_engine(own, model=model)
+        engine = build_engine(own)
         ways = ["none", "one", "several"] if enabled else ["without"]
+        model = engine.runner._model  # type: ignore[attr-defined]
         for number in range(config.max_loras if enabled else 0):
             rank, experts = config.max_lora_rank, config.lora_experts
             adapter = random_adapter(model, rank, number, experts=experts)
@@ -135,7 +135,7 @@ def main() -> None:
         measured = Measured(engine, args.steps, args.prompt)
         for load in args.loads:
             found[load] |= measure(measured, load, ways, args.repeats)
-        del engine, measured
+        del engine, measured, model
         gc.collect()
     for load, figures in found.items():
         least = next(iter(figures.values()))

@@ -13,14 +13,8 @@ from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement
 from megatron_hybrid.cache.geometry import GIB, CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.config import EngineConfig
-from megatron_hybrid.engine import build_weights
+from megatron_hybrid.engine import build_adapters, build_weights
 from megatron_hybrid.engine.adapters import Adapters
-from megatron_hybrid.engine.build_adapters import (
-    adapter_bytes,
-    adapter_slots,
-    check_adapters,
-    load_adapters,
-)
 from megatron_hybrid.engine.build_host_memory import (
     begin_lower_tier,
     check_host_memory,
@@ -117,7 +111,7 @@ def build_engine(
         if refuse_useless_budget and given is not None and useless:
             raise ConfigurationError(useless)
         start.end_part("device and libraries")
-        model = _load(plan)
+        model = _load(plan, alone=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start.end_part("weights")
@@ -125,7 +119,7 @@ def build_engine(
         # the weights are shared, what kernels keep is not
         model = copy.copy(model) if plan.mtp else model.without_head()
     model.kernels = plan.kernels
-    model.adapters = adapter_slots(config, model, device)
+    model.adapters = build_adapters.adapter_slots(config, model, device)
     keep_routed(model, plan.routed)
     check_products(config, model, device)
     if config.transformer_impl == "transformer_engine":
@@ -216,7 +210,7 @@ def build_engine(
         adapters=Adapters(config.max_loras) if config.enable_lora else None,
     )
     if arena is not None:
-        engine.sleeper.use(model.arena, arena, parallel.lockstep.minimum)
+        engine.sleeper.use(model, arena, parallel.lockstep.minimum)
     engine.statistics.weight_bytes = weights = model.weight_bytes()
     if copies := _bytes_of_copies(config, model):
         weights["float8_e4m3fn, copies of others"] = copies
@@ -227,7 +221,7 @@ def build_engine(
     chosen = {**types, "write_interval": plan.write_interval}
     build_weights.complete(engine.weights, config, model, device, chosen)
     begin_lower_tier(config, engine, model, device)
-    load_adapters(config, engine)
+    build_adapters.load_adapters(config, engine)
     start.end_part("fingerprint")
     engine.statistics.start_seconds = start.parts
     if parallel.is_first:
@@ -245,7 +239,7 @@ def load_weights(config: EngineConfig) -> HybridModel:
         gpu_cache_bytes(plan.device, share=config.gpu_memory_utilization, weights=weights)
     else:
         _cpu_cache_bytes(weights)
-    return _load(plan)
+    return _load(plan, alone=False)
 
 
 def _cpu_cache_bytes(weights: int) -> int:
@@ -323,7 +317,7 @@ class _Plan:
         with torch.device("meta"):  # so that memory is planned before anything large is read
             formats = formats_of(folder, config.quantization, config.load_format)
             shapes = HybridModel(model_config, parallel, *dtypes, mtp, formats, replay_chunk)
-        check_adapters(config, shapes, device)
+        build_adapters.check_adapters(config, shapes, device)
         check_batch_invariant(config, shapes)
         check_host_memory(config)
         check_kv_dtype(config, shapes, device)
@@ -341,7 +335,8 @@ class _Plan:
         )
 
 
-def _load(plan: _Plan) -> HybridModel:
+def _load(plan: _Plan, alone: bool) -> HybridModel:
+    """`alone`: for one engine."""
     model = load_model(
         plan.folder,
         device=plan.device,
@@ -354,6 +349,8 @@ def _load(plan: _Plan) -> HybridModel:
         replay_chunk=plan.replay_chunk,
         **dtypes_of(plan.config, plan.model_config, plan.device)._asdict(),
     )
+    if alone:
+        build_adapters.make_room(plan.config, model, plan.device)
     return in_arena(model, plan.device) if plan.config.enable_sleep_mode else model
 
 
@@ -437,7 +434,7 @@ def _graph_sizes(plan: _Plan, max_requests: int) -> tuple[GraphSize, ...]:
 
 def _bytes_to_load(plan: _Plan) -> int:
     weights = sum(weight.nbytes for weight in plan.shapes.parameters())
-    weights += adapter_bytes(plan.config, plan.shapes)
+    weights += build_adapters.adapter_bytes(plan.config, plan.shapes)
     return weights + _bytes_of_copies(plan.config, plan.shapes)
 
 

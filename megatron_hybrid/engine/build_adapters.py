@@ -7,7 +7,7 @@ import torch
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.errors import ConfigurationError, InvalidRequestError, WeightsError
-from megatron_hybrid.layers.adapters import AdapterSlots
+from megatron_hybrid.layers.adapters import AdapterSlots, widen
 from megatron_hybrid.layers.moe import MoE
 from megatron_hybrid.models.hybrid_model import HybridModel
 
@@ -33,6 +33,18 @@ def check_adapters(config: EngineConfig, shapes: HybridModel, device: torch.devi
         )
 
 
+def make_room(config: EngineConfig, model: HybridModel, device: torch.device) -> None:
+    """For A behind the weights of a model that one engine has for itself."""
+    if config.enable_lora and saves_launches(device):
+        for _ in widen(model.adapted_parts(), config.max_loras, config.max_lora_rank):
+            torch.cuda.empty_cache()  # of what the weight was in before
+
+
+def saves_launches(device: torch.device) -> bool:
+    """Which is what that is for: a CPU does better with the A of a step's adapters alone."""
+    return device.type == "cuda"
+
+
 def adapter_slots(
     config: EngineConfig, model: HybridModel, device: torch.device | str
 ) -> AdapterSlots | None:
@@ -40,7 +52,8 @@ def adapter_slots(
     if not config.enable_lora:
         return None
     parts = model.adapted_parts(config.lora_experts)
-    return AdapterSlots(parts, config.max_loras, config.max_lora_rank, device)
+    slots, rank = config.max_loras, config.max_lora_rank
+    return AdapterSlots(parts, slots, rank, device, stays=config.enable_sleep_mode)
 
 
 def adapter_bytes(config: EngineConfig, shapes: HybridModel) -> int:

@@ -7,6 +7,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from megatron_hybrid.memory.arena import Arena
 from megatron_hybrid.memory.driver import Driver, DriverError
 from megatron_hybrid.memory.moving import move_in
 from megatron_hybrid.memory.pages import CudaPages, HostPages
+from megatron_hybrid.models.adapters.loading import settle
 from megatron_hybrid.models.hybrid_model import HybridModel
 
 if TYPE_CHECKING:
@@ -61,16 +63,18 @@ class Sleeper:
         self._engine = engine
         self._arenas: dict[str, Arena] = {}
         self._minimum: Callable[[int], int] = lambda value: value
+        self._weights_awake: Callable[[], None] = lambda: None
         self._are_missing = False
         self._missing: frozenset[str] | None = None  # of this rank's; None: all
 
-    def use(self, weights: Arena | None, caches: Arena, minimum: Callable[[int], int]) -> None:
+    def use(self, model: HybridModel, caches: Arena, minimum: Callable[[int], int]) -> None:
         """What lies where; minimum: of all ranks' values. Raises ConfigurationError for weights
         that lie in no arena."""
-        if weights is None:
+        if (weights := model.arena) is None:
             raise ConfigurationError(f"The weights that are given were loaded without {FLAG}.")
         self._arenas, self._minimum = {WEIGHTS: weights, CACHES: caches}, minimum
         self._engine.weights.on_put = self.weights_came
+        self._weights_awake = partial(settle, model)
 
     @property
     def sleeping(self) -> list[str]:
@@ -209,6 +213,8 @@ class Sleeper:
         except MemoryError as error:
             failed = error
         if self._minimum(int(failed is None)):
+            if tag == WEIGHTS:
+                self._weights_awake()
             return
         arena.release(keep=tag == WEIGHTS and not self._are_missing)  # where it came
         why = "another rank has too little" if failed is None else str(failed)

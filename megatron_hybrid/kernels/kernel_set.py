@@ -181,6 +181,7 @@ def with_transformer_engine(
 def _gpu_invariant() -> KernelSet:
     from megatron_hybrid.kernels.experts import triton_in_order as experts
     from megatron_hybrid.kernels.linear import triton_in_order as linear
+    from megatron_hybrid.kernels.lora import triton_in_order as lora
     from megatron_hybrid.kernels.paged_attention.triton_by_split import SplitAttention
     from megatron_hybrid.kernels.replay_triton.replays import TRITON_REPLAYS
 
@@ -189,6 +190,7 @@ def _gpu_invariant() -> KernelSet:
         name="gpu, batch-invariant",
         attention=SplitAttention(),
         linear=linear,
+        lora=lora,
         experts=experts,
         replays=TRITON_REPLAYS,
         learn=linear.learn,

@@ -71,9 +71,13 @@ class _Run:
 
 class Linear(nn.Module):
     """y = x W^T + b on this rank. W is there after `allocate`: in one piece, or, where formats
-    differ between rows that are computed together, in several runs of rows."""
+    differ between rows that are computed together, in several runs of rows.
+
+    wide: W and more rows behind it, after `widen`: [outputs + rows, inputs].
+    """
 
     bias: Tensor | None
+    wide: Tensor | None
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -83,6 +87,7 @@ class Linear(nn.Module):
             self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype), requires_grad=False)
         self._runs: list[_Run] = []
         self.reader: Reader | None = None
+        self.wide = None
 
     def read_plain_rows(self) -> None:
         """Inputs come, however they are rounded, with what they were before."""
@@ -113,6 +118,16 @@ class Linear(nn.Module):
             start = stop
         assert start == self.outputs
         self.reader = self._reader()
+
+    def widen(self, rows: int) -> None:
+        """Memory for more rows behind W, all zeros, which is no part of the layer's weights: for
+        one product with both. Of a layer that `is_plain`."""
+        (run,) = self._runs
+        assert isinstance(run.weight, Tensor)
+        wide = run.weight.new_zeros((self.outputs + rows, self.inputs))
+        wide[: self.outputs] = run.weight
+        self.wide, self._runs = wide, [replace(run, weight=wide[: self.outputs])]
+        self._keep(self._runs[0].weight, 0)
 
     def _reader(self) -> Reader | None:
         """How the layer takes its inputs, where whoever makes them can round them: all runs that
@@ -205,6 +220,8 @@ class Linear(nn.Module):
 
     def forward(self, x: Inputs, kernels: KernelSet) -> Tensor:
         """[tokens, inputs] -> [tokens, outputs]; with what the step's adapters add."""
+        if kernels.adapters is not None and self.wide is not None:
+            return kernels.adapters.multiply(self, x, kernels.linear)
         if len(self._runs) == 1:
             y = self._product(x, self._runs[0], kernels)
         else:
@@ -231,6 +248,8 @@ class ColumnParallelLinear(Linear):
         self, x: Inputs, activation: str, gated: bool, into: Reader | None, kernels: KernelSet
     ) -> Inputs:
         """What Activation.activate makes of `forward`."""
+        if into is None and kernels.adapters is not None and self.wide is not None:
+            return kernels.adapters.multiply(self, x, kernels.linear, activation, gated)
         if into is None and len(self._runs) == 1 and kernels.adapters is None:
             y = kernels.linear.multiply_activated(
                 x, self._runs[0].weight, self._bias, activation, gated

@@ -200,6 +200,8 @@ class HybridModel(nn.Module):
             ):
                 for weight in layer.plain_weights():
                     yield weight, layer.bias is not None
+                if layer.wide is not None:
+                    yield layer.wide, False
         if self.lm_head is None and self.embedding is not None:
             yield self.embedding.weight, False
 

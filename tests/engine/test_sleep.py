@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -55,7 +57,8 @@ class Memory:
 
 def sleepy(engine: CheckedEngine) -> CheckedEngine:
     weights, caches = Memory(), Memory(engine.runner)
-    engine.sleeper.use(weights, caches, lambda value: value)  # type: ignore[arg-type]
+    model = SimpleNamespace(arena=weights, adapters=None)
+    engine.sleeper.use(model, caches, lambda value: value)  # type: ignore[arg-type]
     return engine
 
 

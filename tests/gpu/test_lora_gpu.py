@@ -12,6 +12,8 @@ from tests.kernels.lora_cases import (
     check_add,
     check_alone,
     check_experts,
+    check_wide,
+    check_wide_alone,
     make_slots,
     make_weights,
 )
@@ -25,7 +27,10 @@ pytestmark = [
 from bench.adapters import random_adapter  # noqa: E402
 from megatron_hybrid import LLM, SamplingParams  # noqa: E402
 from megatron_hybrid.kernels.experts import triton as experts  # noqa: E402
+from megatron_hybrid.kernels.linear import triton as linear  # noqa: E402
+from megatron_hybrid.kernels.linear import triton_in_order as linear_in_order  # noqa: E402
 from megatron_hybrid.kernels.lora import triton as lora  # noqa: E402
+from megatron_hybrid.kernels.lora import triton_in_order as in_order  # noqa: E402
 from tests.models.conftest import random_tokens  # noqa: E402
 from tests.tiny_models import FAMILIES, make_tiny_model  # noqa: E402
 
@@ -44,6 +49,28 @@ def test_bfloat16(columns: int, counts: list[int], tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_float32(tokens: int) -> None:
     check_add(lora.add, tokens, make_weights(1000, [30, 70], rank=12, device="cuda"), 1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 32, 100, 600])
+@pytest.mark.parametrize(
+    ("counts", "slots", "rank"),
+    [([4096, 1024, 1024], 8, 16), ([21504], 8, 16), ([1200, 1200], 20, 8), ([30, 70], 3, 64)],
+)
+def test_wide(counts: list[int], slots: int, rank: int, tokens: int) -> None:
+    for dtype, tolerance in ((BF16, 0.05), (torch.float32, 1e-4)):
+        weights = make_weights(256, counts, slots=slots, rank=rank, dtype=dtype, device="cuda")
+        for kernels, products in ((lora, linear), (in_order, linear_in_order)):
+            for activation, gated in (("none", False), ("relu2", False), ("silu", True)):
+                check_wide(
+                    kernels.multiply, products, tokens, weights, tolerance, activation, gated
+                )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_bits_of_wide_layers_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    for slots, rank in ((8, 16), (20, 16), (3, 64), (9, 8)):
+        weights = make_weights(512, [512, 256], slots=slots, rank=rank, dtype=dtype, device="cuda")
+        check_wide_alone(in_order.multiply, linear_in_order, weights)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from megatron_hybrid.kernels.activation.reference import activate
 from megatron_hybrid.kernels.experts import reference
 from megatron_hybrid.kernels.experts.protocol import ExpertAdapters, ExpertWeights
-from megatron_hybrid.kernels.lora.protocol import AdapterWeights
+from megatron_hybrid.kernels.lora.protocol import AdapterWeights, WideWeights
+from megatron_hybrid.kernels.protocols import Linear
 
 Add = Callable[[Tensor, Tensor, AdapterWeights, Tensor], None]
 
@@ -88,6 +90,58 @@ def check_alone(add: Add, weights: AdapterWeights) -> None:
     for part in (slice(3, 4), slice(70, 75), slice(20, 60), slice(99, 150)):
         own = y[part].clone()
         add(own, x[part], weights, slots[part].contiguous())
+        assert torch.equal(own, every[part])
+
+
+def make_wide(weights: AdapterWeights) -> WideWeights:
+    """The same adapters, behind the weight of a layer."""
+    (slots, low, columns), (rows, rank) = weights.a.shape, weights.b.shape[1:]
+    device, dtype = weights.b.device, weights.b.dtype
+    generator = torch.Generator().manual_seed(rows)
+    own = torch.randn(rows, columns, generator=generator) / columns**0.5
+    wide = torch.cat([own.to(device, dtype), weights.a.flatten(0, 1)])
+    b = torch.zeros(rows, slots, low // rank, rank, device=device, dtype=dtype)
+    b[torch.arange(rows, device=device), :, weights.roles.long()] = weights.b.transpose(0, 1)
+    slot_of = torch.arange(slots, device=device, dtype=torch.int32).repeat_interleave(low) + 1
+    return WideWeights(wide, b.flatten(1), weights.roles, slot_of, low, rank)
+
+
+Multiply = Callable[..., Tensor]
+
+
+def check_wide(
+    multiply: Multiply,
+    linear: Linear,
+    tokens: int,
+    weights: AdapterWeights,
+    tolerance: float,
+    activation: str = "none",
+    gated: bool = False,
+) -> None:
+    """With tokens of all slots and of none."""
+    columns, wide = weights.a.shape[2], make_wide(weights)
+    device, dtype = weights.b.device, weights.b.dtype
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, columns, generator=generator).to(device, dtype)
+    slots = make_slots(tokens, len(weights.b), str(device))
+    product = (x.double() @ wide.wide[: len(wide.b)].double().t()).to(dtype)
+    wanted = activate(expected(product, x, weights, slots).to(dtype), activation, gated)
+    assert isinstance(wanted, Tensor)
+    found = multiply(x, wide, slots, linear, activation, gated)
+    assert found.is_contiguous() and found.dtype == dtype
+    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+
+
+def check_wide_alone(multiply: Multiply, linear: Linear, weights: AdapterWeights) -> None:
+    """A token has the same bits alone as beside others, wherever it stands."""
+    columns, wide = weights.a.shape[2], make_wide(weights)
+    device, dtype = weights.b.device, weights.b.dtype
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(150, columns, generator=generator).to(device, dtype)
+    slots = make_slots(150, len(weights.b), str(device))
+    every = multiply(x, wide, slots, linear, "silu", True)
+    for part in (slice(3, 4), slice(70, 75), slice(20, 60), slice(99, 150)):
+        own = multiply(x[part], wide, slots[part].contiguous(), linear, "silu", True)
         assert torch.equal(own, every[part])
 
 

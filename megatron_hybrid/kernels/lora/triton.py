@@ -1,4 +1,5 @@
-"""What adapters add, in Triton: two launches for a linear layer, however many adapters there are.
+"""What adapters add, in Triton: two launches for a linear layer, however many adapters there are;
+for wide layers there is triton_wide.py.
 
     shrink    partial[split, t] = x[t] A^T       of a share of the columns
     expand    y[t] += (sum of partial[:, t]) B^T
@@ -20,6 +21,9 @@ from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wa
 from megatron_hybrid.kernels.experts.pairs import Groups
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.lora.protocol import AdapterWeights
+from megatron_hybrid.kernels.lora.triton_wide import multiply
+
+__all__ = ["add", "add_to_pairs", "multiply", "share_of"]
 
 _DEPTH = 256  # columns at once, or half of them where more would not fit
 _SHARE = 512  # columns of a program, at least

@@ -8,6 +8,7 @@ from functools import partial
 from megatron_hybrid.kernels.linear.whole_tiles import linear
 from megatron_hybrid.kernels.lora import reference
 
-__all__ = ["add"]
+__all__ = ["add", "multiply"]
 
 add = partial(reference.add, linear=linear)
+multiply = partial(reference.multiply, product=linear)

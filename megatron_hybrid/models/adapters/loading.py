@@ -63,7 +63,14 @@ def load_adapter(
         rank = len(one.a)
         a[:rank].copy_(one.a)
         b[:, :rank].copy_(one.b.float() * one.scale)
+    settle(model)
     return adapter.digest
+
+
+def settle(model: HybridModel) -> None:
+    """Adapters are where steps read them, once the weights' memory is there."""
+    if model.adapters is not None and (model.arena is None or not model.arena.is_released):
+        model.adapters.settle()
 
 
 class _Placed(NamedTuple):
