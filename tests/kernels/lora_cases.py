@@ -129,7 +129,8 @@ def check_wide(
     assert isinstance(wanted, Tensor)
     found = multiply(x, wide, slots, linear, activation, gated)
     assert found.is_contiguous() and found.dtype == dtype
-    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+    size = wanted.abs().mean().item()  # of factors, one may be small because terms cancelled
+    torch.testing.assert_close(found, wanted, atol=tolerance * size, rtol=tolerance)
 
 
 def check_wide_alone(multiply: Multiply, linear: Linear, weights: AdapterWeights) -> None:

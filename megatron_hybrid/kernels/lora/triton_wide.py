@@ -3,13 +3,15 @@
     both = x [W; A of slot 1; A of slot 2; ..]^T
     y[t] = both[t, :N] + both[t, of its slot] B^T
 
-Of few tokens there is one launch beside the layer's product. A program is of all tokens and some
+Of few tokens there is one launch beside the layer's product. A program is of some tokens and some
 outputs, and takes several slots at once: what a token has of another slot than its own counts as
 zero, and the B of slots that nobody has is not loaded. Of many tokens cuBLAS does the same with two
 products more. Zeros change no sum, so bits do not depend on who else is in the step.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,10 +24,26 @@ from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.lora.protocol import WideWeights
 from megatron_hybrid.kernels.protocols import Inputs, Linear
 
-_FEWEST_TOKENS, _MOST_TOKENS = 16, 64  # of a tile
-_HEIGHT = 64  # outputs of a program
-_WARPS = 2
 _DEPTH = 128  # columns of slots at once
+_FEW_TOKENS = 128  # for which a launch of ours is faster than two of cuBLAS and what masks
+
+
+class Tile(NamedTuple):
+    """Of a program."""
+
+    tokens: int
+    rows: int  # of the layer's outputs
+    warps: int
+    depth: int  # columns of slots at once, at most
+
+
+def choose_tile(tokens: int, dtype: torch.dtype) -> Tile:
+    """By what was fast on an H200. In types of 16 bits all tiles add up alike."""
+    if dtype.itemsize != 2:
+        return Tile(16, 64, 4, 16)
+    if tokens == 1:
+        return Tile(16, 32, 2, 16)
+    return Tile(16 if tokens <= 16 else 32 if tokens <= 32 else 64, 64, 4, _DEPTH)
 
 
 def multiply(
@@ -37,7 +55,7 @@ def multiply(
     gated: bool = False,
 ) -> Tensor:
     """As in Lora."""
-    if x.shape[0] <= _MOST_TOKENS:
+    if x.shape[0] <= _FEW_TOKENS:
         return multiply_in_order(x, weights, slots, linear, activation, gated)
     rows = len(weights.b)
     y = linear.multiply(x, weights.wide[:rows])
@@ -77,16 +95,13 @@ def expand(
     y = torch.empty(tokens, columns, dtype=both.dtype, device=both.device)
     if not tokens:
         return y
-    tile, most, warps = _FEWEST_TOKENS, 16, 4  # float32 is not added up alike in all tiles
-    if both.dtype.itemsize == 2:
-        tile = min(max(next_power_of_2(tokens), _FEWEST_TOKENS), _MOST_TOKENS)
-        most, warps = _DEPTH, _WARPS
+    tile = choose_tile(tokens, both.dtype)
     width, count = next_power_of_2(rank), across // weights.low
-    depth = max(16, width, min(most, width * next_power_of_2(count)))
-    _expand_kernel[(cdiv(columns, _HEIGHT), cdiv(tokens, tile))](
+    depth = max(16, width, min(tile.depth, width * next_power_of_2(count)))
+    _expand_kernel[(cdiv(columns, tile.rows), cdiv(tokens, tile.tokens))](
         both, weights.b, weights.roles, slots, y, tokens, columns, across, weights.low, rank,
-        count, both.stride(0), activation, parts, tile, _HEIGHT, width, depth,
-        num_warps=warps, **OPTIONS,
+        count, both.stride(0), activation, parts, tile.tokens, tile.rows, width, depth,
+        num_warps=tile.warps, **OPTIONS,
     )  # fmt: skip
     return y
 
