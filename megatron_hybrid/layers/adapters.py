@@ -26,8 +26,8 @@ from megatron_hybrid.layers.inputs import StepInputs
 from megatron_hybrid.layers.linear import Linear, LinearPart
 
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
-# Of A behind a layer's weight; of more, an eighth of its own: all tokens are multiplied with them.
-_FEW_ROWS = 256
+# Of A behind a layer's weight, or an eighth of its own: all tokens are multiplied with all of them.
+_FEW_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "no graphs": {"inference_dynamic_batching_num_cuda_graphs": 0},
     "chunked": {"inference_dynamic_batching_max_tokens": 48},
     "batch-invariant": {"batch_invariant": True},
+    "sleep": {"enable_sleep_mode": True},
 }
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -133,9 +134,12 @@ def test_engines_answer_as_on_a_cpu(family: str, tmp_path: Path) -> None:
         for i in range(3):
             adapter = random_adapter(model, 4 + i, i, experts=with_experts, strength=0.4)
             llm.load_adapter(str(i), *adapter)
-        cold, warm = (
-            llm.generate(prompts, PARAMS, adapter=names, progress=False) for _ in range(2)
-        )
+        cold = llm.generate(prompts, PARAMS, adapter=names, progress=False)
+        if options.get("enable_sleep_mode"):
+            llm.sleep()
+            llm.load_adapter("1", *random_adapter(model, 5, 1, experts=with_experts, strength=0.4))
+            llm.wake_up()
+        warm = llm.generate(prompts, PARAMS, adapter=names, progress=False)
         assert [output.token_ids for output in warm] == [output.token_ids for output in cold]
         return [output.token_ids for output in cold]
 
