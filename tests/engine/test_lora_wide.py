@@ -22,6 +22,7 @@ from tests.models.conftest import random_tokens
 
 PROMPTS = [random_tokens(n, seed=n) for n in (37, 21, 30, 34)]
 NAMES = ["", "wide", "narrow", "wide"]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
@@ -65,11 +66,13 @@ def test_after_sleep_and_while_asleep(nemotron: Adapted, level: int) -> None:
     layers = wide_layers(model_of(llm))
     places = [layer.wide.data_ptr() for layer in layers if layer.wide is not None]
     llm.sleep(level)
-    # One is loaded again while there is no memory behind the weights.
-    llm.load_adapter("wide", nemotron.adapters["wide"])
+    # While there is no memory behind the weights.
+    llm.load_adapter("third", nemotron.adapters["narrow"])
     wake(llm, level, nemotron.folder)
     assert [layer.wide.data_ptr() for layer in layers if layer.wide is not None] == places
     check(nemotron, llm, PROMPTS, NAMES)
+    (output,) = llm.generate(PROMPTS[1:2], PARAMS, adapter="third", progress=False)
+    assert output.token_ids == nemotron.answer(PROMPTS[1], ANSWER, "narrow")
 
 
 def test_new_weights_of_the_model_leave_adapters_alone(nemotron: Adapted, tmp_path: Path) -> None:
@@ -77,8 +80,7 @@ def test_new_weights_of_the_model_leave_adapters_alone(nemotron: Adapted, tmp_pa
     tensors = load_file(nemotron.folder / "model.safetensors")
     changed = {name: tensor + 0.1 for name, tensor in tensors.items() if "mixer" in name}
     llm.update_weights(tensors | changed)
-    params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
-    answers = llm.generate(PROMPTS, params, adapter=NAMES, progress=False)
+    answers = llm.generate(PROMPTS, PARAMS, adapter=NAMES, progress=False)
     assert answers[1].token_ids != nemotron.answer(PROMPTS[1], ANSWER, "wide")
     llm.update_weights(tensors)
     check(nemotron, llm, PROMPTS, NAMES)
@@ -89,12 +91,8 @@ def test_slots_that_adapters_leave_add_nothing(nemotron: Adapted) -> None:
     check(nemotron, llm, PROMPTS, NAMES)
     llm.unload_adapter("wide")
     llm.load_adapter("again", nemotron.adapters["narrow"])  # where "wide" was
-    outputs = llm.generate(
-        PROMPTS,
-        SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True),
-        adapter=["", "again", "narrow", "again"],
-        progress=False,
-    )
+    names = ["", "again", "narrow", "again"]
+    outputs = llm.generate(PROMPTS, PARAMS, adapter=names, progress=False)
     for output, prompt, name in zip(outputs, PROMPTS, ["", *["narrow"] * 3], strict=True):
         assert output.token_ids == nemotron.answer(prompt, ANSWER, name)
 
