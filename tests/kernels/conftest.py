@@ -13,7 +13,8 @@ import tests.interpreter  # noqa: F401
 @pytest.fixture
 def poisoned() -> Iterator[None]:
     """torch.empty gives NaN and the largest integers."""
-    torch.use_deterministic_algorithms(True)
+    # Not torch.use_deterministic_algorithms, which imports the compiler: three seconds.
+    torch.set_deterministic_debug_mode("error")
     assert torch.empty(1).isnan().all()
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")

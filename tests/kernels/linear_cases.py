@@ -308,8 +308,8 @@ def few_rows_case(
 
 
 def _on_poisoned_memory(compute: Callable[[], Tensor]) -> Tensor:
-    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
+    torch.set_deterministic_debug_mode("error")  # torch.empty gives NaN
     try:
         return compute()
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")
