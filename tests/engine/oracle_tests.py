@@ -477,7 +477,8 @@ def test_preempted_requests_give_the_right_answers(oracle: Oracle):
         if not llm.engine.context.geometry.has_attention:
             pytest.skip("A model without attention never runs out of KV blocks.")
         before = llm.stats()
-        for prompts in (oracle.prompts, oracle.prompts[::-1]):
+        some = oracle.prompts[usually(8, 0) :]  # the longest
+        for prompts in (some, some[::-1]):
             oracle.check(generate(llm, prompts, params))
         stats = llm.stats()
         assert stats["preemptions"] - before["preemptions"] > 5, options

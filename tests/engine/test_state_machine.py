@@ -269,7 +269,7 @@ class EngineMachine(RuleBasedStateMachine):
 # HYPOTHESIS_EXAMPLES: fewer for a quick look, more for a long one.
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
-    max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", usually("100", "300"))),
+    max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", usually("60", "300"))),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -24,6 +24,7 @@ from megatron_hybrid.execution.cuda_graphs import GraphSize, smallest_fit  # noq
 from megatron_hybrid.execution.plan import CatchUp, StepDemand, StepResult  # noqa: E402
 from megatron_hybrid.execution.runner import ModelRunner  # noqa: E402
 from megatron_hybrid.kernels import kernel_set  # noqa: E402
+from megatron_hybrid.kernels.experts import few  # noqa: E402
 from megatron_hybrid.parallel import ParallelContext  # noqa: E402
 from tests.execution.steps import Steps, chunk  # noqa: E402
 from tests.models.conftest import TinyModel, load, random_tokens  # noqa: E402
@@ -79,6 +80,13 @@ def tiny(
         return made[family]
 
     return get
+
+
+@pytest.fixture(autouse=True)
+def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer programs of experts: tests/kernels has the sizes that a GPU gets."""
+    tiles = few.Tiles(few.Tile(16, 64, 1), few.Tile(64, 64, 4))
+    monkeypatch.setattr(few, "choose_tiles", lambda *_: tiles)
 
 
 class Imitation:

@@ -31,6 +31,7 @@ from megatron_hybrid.layers.inputs import allocate_caches
 from megatron_hybrid.models.checkpoints.weights import load_model
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import initialize
+from tests.thorough import usually
 
 CPU = torch.device("cpu")
 
@@ -79,7 +80,7 @@ def two_kernels(pretended: PretendedDriver) -> dict[str, Any]:
         return compile(*args, **options)
 
     triton.compiler.compile = noted
-    torch.use_deterministic_algorithms(True)  # memory that is not written to is full of NaN
+    torch.set_deterministic_debug_mode("error")  # memory that is not written to is full of NaN
     with compiling_ahead(CPU):
         assert not launching._is_direct
         for n in (3, 5, 16):  # what 16 divides is another kernel
@@ -193,13 +194,14 @@ def serving(folder: str) -> dict[str, Any]:
     engine.runner.compile_kernels(graph_sizes(-1, 4, requests, tokens))
     at_start = set(asked)
     generator = torch.Generator().manual_seed(1)
-    waves = [[n] for n in (1, 5, 17, 40, 100, 130, 200, 300, 500, 700, 1000, 1500, 1990)]
-    waves += [[600] * 3, [250] * 8, [128] * 16, [60] * 20, [900, 900, 30]]
-    for params in (
-        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
-        SamplingParams(temperature=0.8, top_p=0.9, top_k=20, max_tokens=3, ignore_eos=True),
-        SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True),
-        SamplingParams(frequency_penalty=0.5, max_tokens=3, ignore_eos=True),
+    every = [[n] for n in (1, 5, 17, 40, 100, 130, 200, 300, 500, 700, 1000, 1500, 1990)]
+    every += [[600] * 3, [250] * 8, [128] * 16, [60] * 20, [900, 900, 30]]
+    some = every[:: usually(4, 1)]  # what draws tokens sees only how many there are
+    for params, waves in (
+        (SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), every),
+        (SamplingParams(temperature=0.8, top_p=0.9, top_k=20, max_tokens=3, ignore_eos=True), some),
+        (SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True), some),
+        (SamplingParams(frequency_penalty=0.5, max_tokens=3, ignore_eos=True), some),
     ):
         for wave in waves:
             for i, n in enumerate(wave):

@@ -69,7 +69,7 @@ def run(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
 
 @pytest.mark.parametrize("family", usually(("nemotron_h_moe",), FAMILIES))
 def test_every_way_computes_the_same_bits(family: str, models: Any, run: Any) -> None:
-    logprobs, sampled = usually((1500, 450), (3000, 900))
+    logprobs, sampled = usually((900, 270), (3000, 900))
     code, found = run("--load", models(family), "--logprobs", logprobs, "--sampled", sampled)
     assert code == 0, found["differences"] or found["failures"]
     assert found["differing"]["all"] == 0 and not found["located"]
