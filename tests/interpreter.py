@@ -1,10 +1,11 @@
-"""Makes Triton's interpreter about three times as fast, and its FP8 (e4m3) numbers those of the
+"""Makes Triton's interpreter about four times as fast, and its FP8 (e4m3) numbers those of the
 devices: imported by tests that run kernels in it."""
 
 from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,14 @@ _common_types: dict[tuple[Any, ...], Any] = {}
 _builtins: dict[int, list[tuple[str, Any]]] = {}  # by the module or class
 _RANGES = {"int32": 1 << 31, "int64": 1 << 63, "fp32": 0}  # 0: of any number
 _numpy_dtypes: dict[str, np.dtype[Any]] = {}
+_bool_types: dict[tuple[int, ...], Any] = {}
+# Which numbers need a look when a handle is made: wider ones, and those of other types.
+_BYTES = {"int1": 1, "int32": 4, "int64": 8, "fp16": 2, "bf16": 2, "fp32": 4, "fp8e4nv": 1}
+# Whose casts are numpy's.
+_CASTS = {
+    *(("int32", "int64"), ("int64", "int32"), ("int32", "fp32"), ("int64", "fp32")),
+    *(("fp16", "fp32"), ("fp32", "fp16"), ("fp32", "int32")),
+}
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -142,6 +151,83 @@ def _is_of_type(number: Any, dtype: Any) -> bool:
     return type(number) is int and -known <= number < known
 
 
+def _handle(self: Any, data: np.ndarray, dtype: Any, attr: Any = None) -> None:
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+    if data.itemsize > _BYTES.get(dtype.name, 0):
+        self.__post_init__()  # which checks it
+
+
+def _tensor_like(data: np.ndarray, like: Any) -> Any:
+    found = tl.tensor.__new__(tl.tensor)
+    found.handle = interpreter.TensorHandle(data, like.handle.dtype)
+    found.type, found.dtype = like.type, like.dtype
+    found.shape, found.numel = like.shape, like.numel
+    return found
+
+
+def _compared(data: np.ndarray, like: Any) -> Any:
+    shape = tuple(like.type.shape.values) if like.type.is_block() else ()
+    if (known := _bool_types.get(shape)) is None:
+        known = tl.block_type(tl.int1, list(shape)) if shape else tl.int1
+        _bool_types[shape] = known
+    return tl.tensor(interpreter.TensorHandle(data, like.dtype), known)
+
+
+def _at_once(compute: Any, plainly: Any, make: Callable[[np.ndarray, Any], Any]) -> Any:
+    """An operation on numbers of one type, which numpy broadcasts as the language does where one of
+    both is no block, without the half dozen of calls and tensors in between."""
+
+    def operate(self: Any, lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:
+        if type(lhs) is tl.tensor:
+            if type(rhs) is tl.tensor:
+                if lhs.dtype is rhs.dtype and lhs.dtype.name in _RANGES:
+                    if lhs.shape is rhs.shape or not rhs.type.is_block():
+                        return make(compute(lhs.handle.data, rhs.handle.data), lhs)
+                    if not lhs.type.is_block():
+                        return make(compute(lhs.handle.data, rhs.handle.data), rhs)
+            elif _is_of_type(rhs, lhs.dtype):
+                return make(compute(lhs.handle.data, rhs), lhs)
+        elif type(rhs) is tl.tensor and _is_of_type(lhs, rhs.dtype):
+            return make(compute(lhs, rhs.handle.data), rhs)
+        return plainly(self, lhs, rhs, *args, **options)
+
+    return operate
+
+
+def _with_offsets(plainly: Any) -> Any:
+    """Addition of pointers and offsets, of which one is no block or both have the same shape."""
+
+    def add(self: Any, lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:
+        if type(lhs) is type(rhs) is tl.tensor and lhs.dtype.is_ptr():
+            width = lhs.dtype.element_ty.primitive_bitwidth // 8 if rhs.dtype.name in _RANGES else 0
+            if width and rhs.dtype.is_int():
+                data = lhs.handle.data + width * rhs.handle.data.astype(np.uint64)
+                if lhs.shape is rhs.shape or not rhs.type.is_block():
+                    return _tensor_like(data, lhs)
+                if not lhs.type.is_block():
+                    handle = interpreter.TensorHandle(data, lhs.handle.dtype)
+                    return tl.tensor(handle, tl.block_type(lhs.dtype, rhs.type.shape))
+        return plainly(self, lhs, rhs, *args, **options)
+
+    return add
+
+
+def _cast(self: Any, source: Any, dtype: Any, rounding: Any = None) -> Any:
+    target = dtype.scalar
+    if rounding is None and (source.dtype.name, target.name) in _CASTS:
+        handle = interpreter.TensorHandle(source.handle.data.astype(_numpy_dtype(target)), target)
+        is_block = source.type.is_block()
+        return tl.tensor(handle, source.type.with_element_ty(target) if is_block else target)
+    return _cast_plainly(self, source, dtype, rounding)
+
+
+def _unwrapped(value: Any) -> Any:
+    kind = type(value)
+    if kind is tl.constexpr:
+        return value.value
+    return value if kind is tl.tensor or kind is int else _unwrapped_plainly(value)
+
+
 def _number_like(number: float, tensor: Any) -> Any:
     data = np.full(tensor.handle.data.shape, number, _numpy_dtype(tensor.dtype))
     return tl.tensor(interpreter.TensorHandle(data, tensor.dtype), tensor.type)
@@ -159,14 +245,27 @@ def _common_type(self: Any, one: Any, one_is_scalar: bool, other: Any, *args: bo
 def _members(package: Any) -> Any:
     """Of the language, whose functions are found and looked at once."""
     if (known := _builtins.get(id(package))) is None:
-        known = [(name, f) for name, f in inspect.getmembers(package) if tl.core.is_builtin(f)]
+        found = inspect.getmembers(package)
+        known = [(name, _interpreted(f)) for name, f in found if tl.core.is_builtin(f)]
         _builtins[id(package)] = known
     return known
 
 
+def _interpreted(member: Any) -> Any:
+    """A function of the language, without what asks whether a kernel calls it."""
+    is_asking = getattr(member, "__code__", None) is _ASKING
+    function = member.__wrapped__ if is_asking else member
+    semantic = interpreter.interpreter_semantic
+
+    def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+        return function(*args, _semantic=semantic, **kwargs)
+
+    return call
+
+
 def _patch_builtins(package: Any, builder: Any, scope: Any) -> None:
     for name, member in _members(package):
-        interpreter._patch_attr(package, name, member, builder, scope)
+        scope.set_attr(package, name, member)
 
 
 def _check_overflow(self: Any, *args: Any) -> None:
@@ -204,3 +303,23 @@ if interpreter is not None and os.environ.get("TRITON_INTERPRET") == "1":
     _common_type_plainly = TritonSemantic.computation_type_impl
     TritonSemantic.computation_type_impl = _common_type
     interpreter._patch_builtin = _patch_builtins
+    _ASKING = tl.core.add.__code__
+    interpreter.TensorHandle.__init__ = _handle
+    _cast_plainly = TritonSemantic.cast
+    TritonSemantic.cast = _cast
+    _unwrapped_plainly = tl.core._unwrap_if_constexpr
+    tl.core._unwrap_if_constexpr = _unwrapped
+    for name, compute in {"add": np.add, "sub": np.subtract, "mul": np.multiply}.items():
+        plainly = getattr(TritonSemantic, name)
+        setattr(TritonSemantic, name, _at_once(compute, plainly, _tensor_like))
+    TritonSemantic.add = _with_offsets(TritonSemantic.add)
+    for name, compute in {
+        "less_than": np.less,
+        "less_equal": np.less_equal,
+        "greater_than": np.greater,
+        "greater_equal": np.greater_equal,
+        "equal": np.equal,
+        "not_equal": np.not_equal,
+    }.items():
+        plainly = getattr(TritonSemantic, name)
+        setattr(TritonSemantic, name, _at_once(compute, plainly, _compared))
