@@ -94,6 +94,7 @@ def test_sixteen_samples_of_one_prompt_prefill_once(mode):
     assert engine.stats()["twin_tokens_saved"] == 15 * 2000
 
 
+@A_THIRD
 @MODES
 @pytest.mark.parametrize("rows", [40, 10])  # with ten of them most samples wait
 @pytest.mark.parametrize("budget", [8192, 512, 64])  # of a step, and so in how many a prompt comes

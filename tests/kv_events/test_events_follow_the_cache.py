@@ -119,7 +119,7 @@ class ObservedMachine(EngineMachine):
 
 TestObservedMachine = ObservedMachine.TestCase
 TestObservedMachine.settings = settings(
-    max_examples=40,
+    max_examples=usually(25, 40),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
