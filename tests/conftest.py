@@ -26,14 +26,19 @@ pytest.register_assert_rewrite("tests.engine.oracle_tests", "tests.kernels.recur
 # The files that take longest begin first, so that at the end no process is left with one of them;
 # those that compute beside those that wait.
 LONG = """
-    replicas/test_replicas execution/test_graph_steps engine/test_oracle_blocks http/test_dashboard
-    engine/test_oracle_gated_delta_net parallel/test_launch_files engine/test_oracle_mamba1
-    processes/test_processes engine/test_oracle_mamba2 parallel/test_faults http/test_openapi
-    kernels/test_mamba2_scan_triton parallel/test_lockstep engine/test_sharing_figures
-    processes/test_end_to_end engine/test_drafts engine/test_head_drafts engine/test_state_machine
-    engine/test_fuzz parallel/test_pipeline http/test_drafts_over_http
-    engine/test_batch_invariant tools/test_check_exactness kernels/test_experts_triton
-    kernels/test_compile_ahead kernels/test_linear_triton
+    http/test_openapi engine/test_oracle_blocks replicas/test_replicas engine/test_batch_invariant
+    parallel/test_engine_on_two_ranks kernels/test_experts_triton parallel/test_faults
+    engine/test_oracle_mamba2 processes/test_processes kernels/test_experts_in_order
+    processes/test_end_to_end tools/test_tools training/test_rl_example kernels/test_linear_triton
+    disaggregation/test_handing_over verify/test_verify parallel/test_lockstep
+    engine/test_head_drafts kernels/test_compile_ahead engine/test_oracle_mamba1
+    replicas/test_external_router kernels/test_runs_triton http/test_dashboard
+    tools/test_check_exactness weight_transfer/test_from_a_trainer kernels/test_sampling_triton
+    http/test_page_chats models/test_logits execution/test_graph_steps engine/test_oracle_fp8_kv
+    parallel/test_pipeline engine/test_state_machine training/test_verl_rollout
+    engine/test_oracle_gated_delta_net processes/test_ready_to_run simulation/test_driver
+    kernels/test_attention_by_split http/test_page_answers engine/test_routed_experts
+    kernels/test_causal_conv1d_triton http/test_page_figures engine/test_fuzz
 """.split()
 
 
