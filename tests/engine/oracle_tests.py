@@ -112,7 +112,8 @@ def write_interval(kind: str) -> int:
 
 @dataclass
 class Oracle:
-    """A tiny model, prompts of every length modulo the grid, and transformers' answers."""
+    """A tiny model, a crowd of prompts of every length modulo the grid, and transformers' answers
+    to some: in CI to those of every second length, and the next kind has the others."""
 
     kind: str
     folder: Path
@@ -120,7 +121,8 @@ class Oracle:
     has_recurrent: bool
     asynchronous: bool
     text: Prompt  # random
-    prompts: list[Prompt]
+    crowd: list[Prompt]
+    prompts: list[Prompt]  # of the crowd
     answers: list[list[int]]
     tolerance: float = TOLERANCE  # of log-probabilities
     options: dict[str, object] = field(default_factory=dict)  # of all engines
@@ -227,13 +229,16 @@ def make_oracle(
     vocab = model.config.vocab_size
     text = torch.randint(0, vocab, (1200,), generator=generator).tolist()
     # lengths 1 to 3 are shorter than the convolution's window; 33 to 48 cover the grid
-    prompts = [text[:n] for n in (1, 2, 3)]
+    crowd = [text[:n] for n in (1, 2, 3)]
     for n in range(2 * GRID + 1, 3 * GRID + 1):
         fork = n - n % 5 * 4
-        prompts.append(
+        crowd.append(
             text[:fork] + torch.randint(0, vocab, (n - fork,), generator=generator).tolist()
         )
-    made = Oracle(kind, folder, model, kind not in ATTENTION_ONLY, asynchronous, text, prompts, [])
+    every = [one for kinds in KINDS.values() for one in kinds]
+    prompts = usually(crowd[:3] + crowd[3 + every.index(kind) % 2 :: 2], crowd)
+    has_recurrent = kind not in ATTENTION_ONLY
+    made = Oracle(kind, folder, model, has_recurrent, asynchronous, text, crowd, prompts, [])
     made.answers = made.greedy(prompts)
     return made
 
@@ -280,7 +285,7 @@ def test_prompts_cut_into_tiny_chunks_equal_transformers(oracle: Oracle, mode: s
     warm = generate(llm, oracle.prompts[:12])
     oracle.check(warm, oracle.answers[:12])
     if oracle.has_recurrent:
-        assert computed_tokens(warm) == [0] * 12
+        assert not any(computed_tokens(warm))
     else:  # logits are kept for as many prompts as run at a time
         assert max(computed_tokens(warm)) <= GRID
 
@@ -438,7 +443,7 @@ def small_llm(oracle: Oracle, blocks: int = 12, **options: object) -> LLM:
 def test_a_cache_too_small_for_all_still_gives_the_right_answers(oracle: Oracle, mode: str):
     llm = small_llm(oracle, prefill_checkpoint_mode=mode)
     for _ in range(2):
-        oracle.check(generate(llm, oracle.prompts), oracle.answers)
+        oracle.check(generate(llm, oracle.crowd))
     stats, geometry = llm.stats(), llm.engine.context.geometry
     if geometry.has_attention:
         assert stats["kv_blocks"] == 12 and stats["kv_evictions"] > 0
@@ -477,7 +482,7 @@ def test_preempted_requests_give_the_right_answers(oracle: Oracle):
         if not llm.engine.context.geometry.has_attention:
             pytest.skip("A model without attention never runs out of KV blocks.")
         before = llm.stats()
-        some = oracle.prompts[usually(8, 0) :]  # the longest
+        some = oracle.crowd[usually(4, 0) :]  # not the shortest
         for prompts in (some, some[::-1]):
             oracle.check(generate(llm, prompts, params))
         stats = llm.stats()

@@ -11,6 +11,7 @@ from tests.engine.symbolic import CheckedEngine, expected_answer, generate, rand
 from tests.engine.symbolic_store import SymbolicStore
 from tests.engine.test_host_tier import ANSWER, KINDS, chats, counts, engine_with, give_up
 from tests.engine.test_read_ahead import ByHand
+from tests.thorough import usually
 
 
 def settle(engine: CheckedEngine) -> None:
@@ -33,9 +34,11 @@ def refused(engine: CheckedEngine) -> dict[str, int]:
     return engine.context.transfers.tier.refused
 
 
-@pytest.mark.parametrize("slowest", [1, 3])
+@pytest.mark.parametrize(
+    ("asynchronous", "slowest"),
+    usually([(False, 3), (True, 1)], [(False, 1), (False, 3), (True, 1), (True, 3)]),
+)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("asynchronous", [False, True])
 def test_chats_go_on_after_a_restart(kind: str, slowest: int, asynchronous: bool) -> None:
     store = SymbolicStore()
     options = {**KINDS[kind], "slowest_copy": slowest, "asynchronous": asynchronous}

@@ -19,7 +19,7 @@ from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.families import registry as families
 from megatron_hybrid.models.families.family import Family, Location
 from megatron_hybrid.models.families.raw_config import RawConfig
-from tests.thorough import A_THIRD
+from tests.thorough import A_THIRD, combined
 from tests.tiny_models import make_tiny_model
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=1)
@@ -71,27 +71,24 @@ def known() -> dict[str, list[RequestOutput]]:
     return {}
 
 
-@pytest.mark.parametrize(
-    ("pattern", "grid"), [("S*M-GC", 48), ("SC", 16), ("GC", 48), ("CM-", 48), ("C-", 16)]
-)
-@pytest.mark.parametrize(
-    "way",
-    [
-        {},
-        {"prefill_checkpoint_mode": "break"},
-        {"inference_dynamic_batching_max_tokens": 41},
-        {"inference_dynamic_batching_prefix_caching_exact_ends": False},
-    ],
-    ids=["extract", "break", "chunked", "on the grid"],
-)
+PATTERNS = [("S*M-GC", 48), ("SC", 16), ("GC", 48), ("CM-", 48), ("C-", 16)]
+WAYS: dict[str, dict[str, object]] = {
+    "extract": {},
+    "break": {"prefill_checkpoint_mode": "break"},
+    "chunked": {"inference_dynamic_batching_max_tokens": 41},
+    "on the grid": {"inference_dynamic_batching_prefix_caching_exact_ends": False},
+}
+
+
+@pytest.mark.parametrize(("of", "way"), combined(3, PATTERNS, WAYS), ids=str)
 def test_kinds_share_slots_on_their_common_grid(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    pattern: str,
-    grid: int,
-    way: dict[str, object],
+    of: tuple[str, int],
+    way: str,
     known: dict[str, list[RequestOutput]],
 ) -> None:
+    pattern, grid = of
     folder = model_folder(tmp_path, pattern, monkeypatch)
     text = random_tokens(150)
     prompts = [text[: 90 + n] for n in range(0, 48, 5)] + [text[:60] + random_tokens(40, 1)]
@@ -103,7 +100,7 @@ def test_kinds_share_slots_on_their_common_grid(
         plain = make(inference_dynamic_batching_prefix_caching=False)
         known[pattern] = [plain.generate([prompt], PARAMS)[0] for prompt in prompts]
     expected = known[pattern]
-    llm = make(**way)
+    llm = make(**WAYS[way])
     geometry = llm.engine.context.geometry
     assert geometry.grid == grid
     assert geometry.has_attention == ("*" in pattern)
@@ -114,7 +111,7 @@ def test_kinds_share_slots_on_their_common_grid(
             assert output.token_ids == truth.token_ids
             for one, other in zip(output.logprobs or [], truth.logprobs or [], strict=True):
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-    on_grid = "inference_dynamic_batching_prefix_caching_exact_ends" in way
+    on_grid = "inference_dynamic_batching_prefix_caching_exact_ends" in WAYS[way]
     for output in outputs:  # the second time
         length = len(output.prompt_token_ids)
         assert output.cached_tokens == ((length - 1) // grid * grid if on_grid else length)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec, allocate_caches
 from megatron_hybrid.parallel import initialize
+from tests.thorough import usually
 
 GPU = torch.device("cuda", 0)
 BUFFER = "inference_dynamic_batching_buffer_size_gb"
@@ -341,8 +342,10 @@ def test_the_largest_step_can_be_computed(model):
     assert np.all((tokens >= 0) & (tokens < model.config.vocab_size))
 
 
-@pytest.mark.parametrize("max_requests", [1, 4, 40])
-@pytest.mark.parametrize("max_seq_length", [50, 600])
+@pytest.mark.parametrize(
+    ("max_requests", "max_seq_length"),
+    usually([(1, 600), (4, 50), (40, 600)], list(product((1, 4, 40), (50, 600)))),
+)
 def test_steps_that_kernels_are_compiled_for_can_be_computed(model, max_requests, max_seq_length):
     sizes = {"max_requests": max_requests, "max_seq_length": max_seq_length}
     runner, plan = runner_of_the_largest_step(model, 512, **sizes)

@@ -11,6 +11,7 @@ from megatron_hybrid.kernels.slots import plan_decode
 from tests.kernels.conv_cases import check_decode, check_prefill, check_runs
 from tests.kernels.runs_cases import Play
 from tests.kernels.segments import Segment, int64, poisoned, prefill_segments
+from tests.thorough import A_THIRD
 
 CHANNELS, WIDTH = 6, 4
 
@@ -101,6 +102,7 @@ def test_a_checkpoint_shortly_after_the_start_keeps_older_columns(
     assert torch.equal(state[3], window_after(x, 6))  # only read
 
 
+@A_THIRD
 @pytest.mark.parametrize("packed", [False, True], ids=["alone", "packed"])
 @pytest.mark.parametrize("length", range(1, 34))
 def test_a_segment_may_start_and_end_anywhere(

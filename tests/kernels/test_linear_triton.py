@@ -100,6 +100,7 @@ def test_activations_of_one_row(
     check_one_row_activated(linear, rows, columns, has_bias, activation, gated, torch.float16)
 
 
+@A_THIRD
 @pytest.mark.parametrize(("dtype", "has_bias"), [(torch.float32, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("name", QUANTIZE)
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_states_that_are_not_kept_right_are_found_where_they_are_read(
     assert {name.partition(", ")[2] for name in found.wrong} <= {"warm", "continued"}
 
 
-@pytest.mark.parametrize("good_steps", [0, 9])
+@pytest.mark.parametrize("good_steps", usually([9], [0, 9]))
 def test_answers_that_the_engine_gives_up_are_named(
     verify: Verify,
     folder: Callable[..., Path],

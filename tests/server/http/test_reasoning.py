@@ -24,6 +24,7 @@ from tests.text import thinking_templates as templates
 from tests.text.chat_templates import SPECIAL_TOKENS, with_template
 from tests.text.make_tokenizers import byte_level
 from tests.text.test_after_thoughts import allows
+from tests.thorough import usually
 
 CHAT = "/v1/chat/completions"
 HELLO = {"role": "user", "content": "Hello"}
@@ -499,7 +500,7 @@ def test_a_budget_needs_a_model_whose_thoughts_are_known(serve: Any, http: Flask
     assert http.post("/v1/completions", json=prompt).status_code == 400
 
 
-@pytest.mark.parametrize("drafts", [0, 4])
+@pytest.mark.parametrize("drafts", usually([4], [0, 4]))
 def test_a_models_thoughts_end_at_their_budget(tmp_path: Path, drafts: int) -> None:
     """The reference model goes on thinking until it is stopped."""
     (tmp_path / "template.jinja").write_text(
