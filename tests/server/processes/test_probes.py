@@ -32,7 +32,7 @@ cli.main([])
 
 def status(port: int, path: str = "/health") -> int | None:
     """None: no connection."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     try:
         connection.request("GET", path)
         return connection.getresponse().status
