@@ -161,13 +161,14 @@ class AdapterSlots:
         """Where the adapter in a slot, from 1 on, has the A [rank, inputs] and the B [rows, rank]
         of a part of the model, in one of its uses. Parts of one role in one layer have one A."""
         own = self._layers[part.layer]
-        role = slice(own.roles.index(_role(part)) * self.rank, None)
+        start = own.roles.index(_role(part)) * self.rank
+        role = slice(start, start + self.rank)
         if isinstance(own.weights, WideWeights):
             b = own.b_of(slot)[part.first : part.first + part.size, role]
-            return own.a[slot - 1, role][: self.rank], b[:, : self.rank]
+            return own.a[slot - 1, role], b
         expert, first = divmod(part.first, own.weights.b.shape[1])
         row = (slot - 1) * own.weights.copies + expert + use
-        return own.a[row, role][: self.rank], own.weights.b[row, first : first + part.size]
+        return own.a[row, role], own.weights.b[row, first : first + part.size]
 
     def clear(self, slot: int) -> None:
         """What is in a slot adds nothing."""

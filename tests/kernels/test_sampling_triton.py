@@ -164,7 +164,7 @@ def test_no_rows() -> None:
 
 def test_argmax_leaves_nothing_for_later_calls():
     generator = torch.Generator().manual_seed(0)
-    for rows, vocabulary in ((3, 1000), (1, 64), (1030, 130), (5, 65), (3, 1000)):
+    for rows, vocabulary in ((3, 1000), (1, 64), (usually(1030, 1500), 130), (5, 65), (3, 1000)):
         logits = torch.randn(rows, vocabulary, generator=generator)
         assert torch.equal(sampling.argmax(logits, 64), logits.argmax(1))
         assert all(not counters.any() for counters in sampling._KNOWN_COUNTERS.values())

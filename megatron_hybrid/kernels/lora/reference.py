@@ -50,8 +50,6 @@ def multiply(
         b, mine = weights.b[:, own].float(), low[tokens][:, own].float()
         added = y.index_select(0, tokens).float() + product(mine, b, None)
         y.index_copy_(0, tokens, added.to(y.dtype))
-    if activation == "none" and not gated:
-        return y
     activated = activate(y, activation, gated)
     assert isinstance(activated, Tensor)
     return activated

@@ -78,7 +78,7 @@ def assert_alike(name, requests, geometry, policy):
 
 def test_rows_that_are_preempted_while_they_are_parked_are_brought_back():
     geometry = replace(unlimited_pool(SHAPE, blocks=270, slots=40), max_requests=24)
-    simulation = assert_alike("forks", 60, geometry, "ours")
+    simulation = assert_alike("forks", usually(60, 150), geometry, "ours")
     assert simulation.result.preemptions > 0
 
 
