@@ -56,7 +56,8 @@ class HeadDrafter:
         for ahead in range(count):
             # A row that has its drafts stays where it is: behind them its blocks may end.
             at = position + drafts_of.clamp(max=ahead)
-            plans = KernelPlans(caches, kernels, attention=self._plan(step, host, at))
+            attention = {self._head.attention.kind: self._plan(step, host, at)}
+            plans = KernelPlans(caches, kernels, attention=attention)
             logits, hidden = self._model.predict(token, at, hidden, plans)
             guess = kernels.sampling.argmax(logits)
             ends = (guess[:, None] == stop_ids).any(dim=1)

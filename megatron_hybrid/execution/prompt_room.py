@@ -8,6 +8,7 @@ by ranks that have a small part of one, and by few tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from megatron_hybrid.kernels.protocols import Attention
@@ -42,13 +43,15 @@ class PromptRoom(NamedTuple):
         launches = _LAUNCHES * len(model.blocks)
         left = launches - sum(model.weight_bytes().values()) / _READ
         tokens = max(0, int(left * _MULTIPLIED / max(bytes_of_a_token(model), 1)))
-        shape = model.attention_shape(block_size)
-        if shape is None:
+        shapes = model.attention_shapes(block_size)
+        layers = Counter(a.kind for _, block in model.own_blocks() if (a := block.attention))
+        operations = sum(  # of a pair
+            4 * layers[kind] * shape.heads * shape.head_dim for kind, shape in shapes.items()
+        )
+        if not shapes:
             return cls(tokens)
-        layers = sum(block.attention is not None for _, block in model.own_blocks())
-        operations = 4 * layers * shape.heads * shape.head_dim  # of a pair
         return cls(
-            min(tokens, attention.most_captured(shape, prompts)),
+            min(tokens, *(attention.most_captured(shape, prompts) for shape in shapes.values())),
             int(_ATTENTION * launches * _ATTENDED / max(operations, 1)),
         )
 

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import FP8, AttentionShape, KVCache
-from megatron_hybrid.kernels.protocols import HeadNorms, Inputs, Reader
-from megatron_hybrid.layers.inputs import KVSpec
+from megatron_hybrid.kernels.contract import FP8, AttentionShape, KVCache, PagedSequences
+from megatron_hybrid.kernels.kernel_set import KernelSet
+from megatron_hybrid.kernels.protocols import HeadNorms, Inputs, Plan, Reader
+from megatron_hybrid.layers.inputs import KVSpec, LayerCaches
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Parts, Rows, fused, prefixed, row_parallel
+from megatron_hybrid.layers.rope import RopeConfig
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class AttentionConfig:
     num_kv_heads: int
     head_dim: int
     scale: float
+    rope: RopeConfig | None = None  # of q and k; None: without positions
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False  # RMS norm of each head of q and k, before the rotation
@@ -32,13 +35,20 @@ class AttentionConfig:
     input_multiplier: float = 1.0  # of what goes into it, before any bias
     out_multiplier: float = 1.0
 
+    def mixer(self, context: LayerContext) -> Attention:
+        """As in LayerConfig."""
+        return Attention(self, context)
+
 
 class Attention(Mixer):
     """KV heads are split over the ranks, or replicated where there are fewer heads than ranks.
 
     `k_scale`, `v_scale`: what keys and values in FP8 are stored by (see KVCache). They are the
     checkpoint's that is loaded at first: what is cached stays as it is when new weights come.
+    `kind` names the layers that share their plans, and `rope`.
     """
+
+    kind = "attention"
 
     def __init__(
         self, config: AttentionConfig, context: LayerContext, input_size: int | None = None
@@ -46,6 +56,7 @@ class Attention(Mixer):
         """`input_size`: where it is not the hidden size."""
         super().__init__()
         self.config = config
+        self.rope = config.rope
         self.layer = context.layer
         self.kv_dtype = context.kv_dtype
         self.k_scale = self.v_scale = 1.0
@@ -86,6 +97,11 @@ class Attention(Mixer):
         return AttentionShape(
             self.heads, self.kv_heads, config.head_dim, config.scale, block_size, *dtypes
         )
+
+    def plan(self, paged: PagedSequences, caches: LayerCaches, kernels: KernelSet) -> Plan:
+        """What its kernels work out on the host, once a step for all layers of its kind."""
+        block_size = caches.kv[self.layer].key.shape[1]
+        return kernels.attention.plan(paged, self.shape(block_size))
 
     @property
     def reader(self) -> Reader | None:
@@ -133,7 +149,7 @@ class Attention(Mixer):
         qkv, gate = projected.split(self.qkv_sections, dim=1)
         cache = self._cache(plans, layer)
         query = self._prepare(qkv, plans, cache)
-        out = kernels.attention.attend(query, cache, plans.attention).flatten(1)
+        out = kernels.attention.attend(query, cache, plans.attention[self.kind]).flatten(1)
         if self.config.output_gate:
             gated = kernels.activation.gate(out, gate, "sigmoid", self.o_proj.reader)
             return self.o_proj(gated, kernels)
@@ -146,7 +162,8 @@ class Attention(Mixer):
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         heads = qkv.unflatten(1, (-1, self.config.head_dim))
-        return plans.kernels.rope.prepare(heads, norms, plans.rotation, cache, plans.attention)
+        rotation, paged = plans.rotation.get(self.kind), plans.attention[self.kind]
+        return plans.kernels.rope.prepare(heads, norms, rotation, cache, paged)
 
     def _cache(self, plans: KernelPlans, layer: int) -> KVCache:
         cache = plans.caches.kv[layer]

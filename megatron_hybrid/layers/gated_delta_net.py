@@ -35,6 +35,10 @@ class GatedDeltaNetConfig:
     kernel_chunk: int = 64
     interleaved: bool = False
 
+    def mixer(self, context: LayerContext) -> GatedDeltaNet:
+        """As in LayerConfig."""
+        return GatedDeltaNet(self, context)
+
 
 class GatedDeltaNet(RecurrentMixer):
     """Key heads are split over the ranks, and the value heads with them.

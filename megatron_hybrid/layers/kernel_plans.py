@@ -34,12 +34,13 @@ class StepPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KernelPlans:
-    """The kernels and their plans. A plan is None where the step or the model has no use for it."""
+    """The kernels and their plans, of those kinds of layers that the model has."""
 
     caches: LayerCaches
     kernels: KernelSet
-    attention: Plan = None
-    rotation: Plan = None  # of the step's positions
+    # By kind of attention, of which one without positions has no rotation.
+    attention: Mapping[str, Plan] = field(default_factory=dict)
+    rotation: Mapping[str, Plan] = field(default_factory=dict)  # of the step's positions
     # By kind of layer: one part, or the decodes and then the prompts.
     recurrent: Mapping[str, tuple[StepPart, ...]] = field(default_factory=dict)
     embeddings: Tensor | None = None  # [tokens, hidden], for blocks that read them again

@@ -36,6 +36,10 @@ class Mamba1Config:
     norms: str = "none"
     norms_eps: float = 1e-6
 
+    def mixer(self, context: LayerContext) -> Mamba1:
+        """As in LayerConfig."""
+        return Mamba1(self, context)
+
 
 class Mamba1(RecurrentMixer):
     """Channels are split over the ranks. A rank's rows of the input projection: | x | z |."""

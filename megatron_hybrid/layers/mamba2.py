@@ -45,6 +45,10 @@ class Mamba2Config:
         """Channels of x and of the gate."""
         return self.num_heads * self.head_dim
 
+    def mixer(self, context: LayerContext) -> Mamba2:
+        """As in LayerConfig."""
+        return Mamba2(self, context)
+
 
 class Mamba2(RecurrentMixer):
     """Heads are split over the ranks; groups too, or replicated where there are fewer than ranks.

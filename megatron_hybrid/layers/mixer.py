@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,13 @@ class Mixer(nn.Module):
     def recurrent(self) -> RecurrentMixer | None:
         """The recurrent layer in it, which has a state."""
         return None
+
+
+class LayerConfig(Protocol):
+    """What a kind of layers is described by."""
+
+    def mixer(self, context: LayerContext) -> Mixer:
+        """Such a layer, with weights still to be read."""
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

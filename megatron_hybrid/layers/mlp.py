@@ -23,6 +23,10 @@ class MLPConfig:
     gate_multiplier: float = 1.0  # of the gate, before the activation
     out_multiplier: float = 1.0
 
+    def mixer(self, context: LayerContext) -> MLP:
+        """As in LayerConfig."""
+        return MLP(self, context)
+
 
 class MLP(Mixer):
     """down(act(gate x) * up x), or down(act(up x)) without a gate."""

@@ -54,6 +54,10 @@ class MoEConfig:
     scaling_factor: float = 1.0
     latent_size: int | None = None  # experts work in this size, between two projections
 
+    def mixer(self, context: LayerContext) -> MoE:
+        """As in LayerConfig."""
+        return MoE(self, context)
+
 
 class TopKRouter(nn.Module):
     """Which experts a token goes to, and with what weights."""

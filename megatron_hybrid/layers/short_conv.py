@@ -21,6 +21,10 @@ class ShortConvConfig:
     conv_width: int
     bias: bool = False  # of the convolution and the projections
 
+    def mixer(self, context: LayerContext) -> ShortConv:
+        """As in LayerConfig."""
+        return ShortConv(self, context)
+
 
 class ShortConv(RecurrentMixer):
     """Channels are split over the ranks. A rank's rows of the input projection: | B | C | x |."""

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from megatron_hybrid.kernels.protocols import Inputs, Reader
 from megatron_hybrid.layers.attention import Attention, AttentionConfig
 from megatron_hybrid.layers.kernel_plans import KernelPlans
-from megatron_hybrid.layers.mamba2 import Mamba2, Mamba2Config
+from megatron_hybrid.layers.mamba2 import Mamba2Config
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
 from megatron_hybrid.layers.recurrent import RecurrentMixer
+
+
+@dataclass(frozen=True)
+class SideBySideConfig:
+    """Of both."""
+
+    attention: AttentionConfig
+    mamba: Mamba2Config
+
+    def mixer(self, context: LayerContext) -> SideBySide:
+        """As in LayerConfig."""
+        return SideBySide(self, context)
 
 
 class SideBySide(Mixer):
     """Both read the block's normed input; the block adds up what they give."""
 
-    def __init__(
-        self, attention: AttentionConfig, mamba: Mamba2Config, context: LayerContext
-    ) -> None:
+    def __init__(self, config: SideBySideConfig, context: LayerContext) -> None:
         super().__init__()
-        self.self_attn = Attention(attention, context)
-        self.mamba = Mamba2(mamba, context)
+        self.self_attn = config.attention.mixer(context)
+        self.mamba = config.mamba.mixer(context)
 
     @property
     def attention(self) -> Attention:

@@ -9,32 +9,21 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.linear.formats import WeightFormat
 from megatron_hybrid.kernels.protocols import Inputs
 from megatron_hybrid.layers.attention import Attention
-from megatron_hybrid.layers.gated_delta_net import GatedDeltaNet
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.linear import allocate_linears
-from megatron_hybrid.layers.mamba1 import Mamba1
-from megatron_hybrid.layers.mamba2 import Mamba2
 from megatron_hybrid.layers.mixer import LayerContext, Mixed, Mixer, added_up
-from megatron_hybrid.layers.mlp import MLP
 from megatron_hybrid.layers.moe import MoE
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Parts, inner_parts, prefixed
 from megatron_hybrid.layers.shared_transformer import SharedTransformer, SharedTransformerUse
-from megatron_hybrid.layers.short_conv import ShortConv
-from megatron_hybrid.layers.side_by_side import SideBySide
 from megatron_hybrid.models.config import (
-    ATTENTION,
-    GATED_DELTA_NET,
     MAMBA,
-    MAMBA1,
     SHARED_TRANSFORMER,
-    SHORT_CONV,
-    SIDE_BY_SIDE,
     HybridModelConfig,
+    undescribed,
 )
 from megatron_hybrid.parallel import ParallelContext, RankGroup
 
@@ -177,14 +166,14 @@ class BlockBuilder:
         config, context = self.config, self.context(index)
         letter = config.pattern[index] if letter is None else letter
         if letter != SHARED_TRANSFORMER:
-            mixer = self._mixer(letter, context)
+            mixer = config.layer(letter).mixer(context)
             kind = MoEBlock if isinstance(mixer, MoE) else Block
             block = kind(self.norm(), mixer, self.parallel.tensor)
             allocate_linears(block.weight_parts(), partial(self.formats, index))
             return block
         shared = config.shared_transformer
         if shared is None:
-            raise self._undescribed(letter)
+            raise undescribed(letter)
         uses = uses_of_shared(config, index)
         first = uses[0]
         if first not in self.shared:
@@ -193,30 +182,7 @@ class BlockBuilder:
             allocate_linears(parts, partial(self.formats, first))
         own = uses.index(index)
         use = SharedTransformerUse(shared, self.shared[first], context, own, len(uses))
-        mixer = self._mixer(MAMBA, context)
+        mixer = config.layer(MAMBA).mixer(context)
         block = SharedTransformerBlock(self.norm(), mixer, self.parallel.tensor, use)
         allocate_linears(block.weight_parts(), partial(self.formats, index))
         return block
-
-    def _mixer(self, letter: str, context: LayerContext) -> Mixer:
-        config = self.config
-        if letter == MAMBA and config.mamba is not None:
-            return Mamba2(config.mamba, context)
-        if letter == MAMBA1 and config.mamba1 is not None:
-            return Mamba1(config.mamba1, context)
-        if letter == GATED_DELTA_NET and config.gated_delta_net is not None:
-            return GatedDeltaNet(config.gated_delta_net, context)
-        if letter == SHORT_CONV and config.short_conv is not None:
-            return ShortConv(config.short_conv, context)
-        if letter == SIDE_BY_SIDE and config.attention is not None and config.mamba is not None:
-            return SideBySide(config.attention, config.mamba, context)
-        if letter == ATTENTION and config.attention is not None:
-            return Attention(config.attention, context)
-        if letter == "-" and config.mlp is not None:
-            return MLP(config.mlp, context)
-        if letter == "E" and config.moe is not None:
-            return MoE(config.moe, context)
-        raise self._undescribed(letter)
-
-    def _undescribed(self, letter: str) -> ConfigurationError:
-        return ConfigurationError(f"The model does not describe its layers of kind {letter!r}.")

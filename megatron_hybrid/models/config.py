@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,11 +13,13 @@ from megatron_hybrid.layers.attention import AttentionConfig
 from megatron_hybrid.layers.gated_delta_net import GatedDeltaNetConfig
 from megatron_hybrid.layers.mamba1 import Mamba1Config
 from megatron_hybrid.layers.mamba2 import Mamba2Config
+from megatron_hybrid.layers.mixer import LayerConfig
 from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.layers.rope import RopeConfig
 from megatron_hybrid.layers.shared_transformer import SharedTransformerConfig
 from megatron_hybrid.layers.short_conv import ShortConvConfig
+from megatron_hybrid.layers.side_by_side import SideBySideConfig
 
 _DTYPES = {
     "float32": torch.float32,
@@ -70,7 +73,7 @@ class HybridModelConfig:
         C  short convolution
 
     Every block is x + residual_multiplier * mixer(norm(x)). The description of a kind of block is
-    None when the pattern has none of it.
+    None when the pattern has none of it; `others` has those of kinds that a family or two have.
     """
 
     model_type: str
@@ -81,7 +84,6 @@ class HybridModelConfig:
     norm_eps: float
     dtype: torch.dtype  # of the checkpoint
     attention: AttentionConfig | None = None
-    rope: RopeConfig | None = None  # None: attention without positions
     mamba: Mamba2Config | None = None
     mamba1: Mamba1Config | None = None
     gated_delta_net: GatedDeltaNetConfig | None = None
@@ -89,6 +91,7 @@ class HybridModelConfig:
     shared_transformer: SharedTransformerConfig | None = None
     mlp: MLPConfig | None = None
     moe: MoEConfig | None = None
+    others: Mapping[str, LayerConfig] = field(default_factory=dict)  # by letter
     tie_word_embeddings: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -99,9 +102,39 @@ class HybridModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
+    @property
+    def rope(self) -> RopeConfig | None:
+        """Of its attention layers; None: they have no positions, or there are none."""
+        shared = self.shared_transformer
+        attention = self.attention if shared is None else shared.attention
+        return None if attention is None else attention.rope
+
+    def layer(self, letter: str) -> LayerConfig:
+        """What layers of a kind are. Raises ConfigurationError for a kind that is not described."""
+        if letter == SIDE_BY_SIDE and self.attention is not None and self.mamba is not None:
+            return SideBySideConfig(self.attention, self.mamba)
+        described: dict[str, LayerConfig | None] = {
+            MAMBA: self.mamba,
+            ATTENTION: self.attention,
+            DENSE_MLP: self.mlp,
+            EXPERTS: self.moe,
+            GATED_DELTA_NET: self.gated_delta_net,
+            MAMBA1: self.mamba1,
+            SHORT_CONV: self.short_conv,
+            **self.others,
+        }
+        if (found := described.get(letter)) is None:
+            raise undescribed(letter)
+        return found
+
     def letter(self, block: int) -> str:
         """Of a block of the model, or of its head's, which are counted on from the last one."""
         return (self.pattern + ("" if self.mtp is None else self.mtp.pattern))[block]
+
+
+def undescribed(letter: str) -> ConfigurationError:
+    """For a kind of layers that a configuration does not describe."""
+    return ConfigurationError(f"The model does not describe its layers of kind {letter!r}.")
 
 
 def resolve_dtype(

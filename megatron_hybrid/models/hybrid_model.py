@@ -65,8 +65,6 @@ class HybridModel(nn.Module):
     caches have to hold; `stages` has those of all blocks.
     """
 
-    frequencies: Tensor | None  # of the rotary embedding
-
     def __init__(
         self,
         config: HybridModelConfig,
@@ -135,9 +133,12 @@ class HybridModel(nn.Module):
             assert pipeline.size == 1 and config.logits_divisor == 1.0
             self.mtp = MTPHead(build)
             self.stages = self.stages.with_head(self.mtp.kv_specs, self.mtp.state_specs)
-        frequencies = None if config.rope is None else inverse_frequencies(config.rope)
-        self.register_buffer("frequencies", frequencies, persistent=False)
         self._note_layers()
+        self.frequencies = nn.Module()  # of rotary embeddings, by kind of attention
+        for kind, layer in self._attentions.items():
+            if layer.rope is not None:
+                table = inverse_frequencies(layer.rope)
+                self.frequencies.register_buffer(kind, table, persistent=False)
 
     def _note_layers(self) -> None:
         """What caches have to hold, and one layer of each kind, for what all of them have in
@@ -152,7 +153,7 @@ class HybridModel(nn.Module):
         attentions = [block.attention for _, block in self.own_blocks()]
         if self.mtp is not None:
             attentions.append(self.mtp.attention)
-        self._attention = next(filter(None, attentions), None)
+        self._attentions = {layer.kind: layer for layer in attentions if layer is not None}
         self._recurrent = {layer.kind: layer for layer in self._recurrent_layers()}
 
     def without_head(self) -> HybridModel:
@@ -365,9 +366,10 @@ class HybridModel(nn.Module):
 
     def _rotated(self, plans: KernelPlans, positions: Tensor) -> KernelPlans:
         """With the rotation of tokens at these positions."""
-        if self.frequencies is None or self._attention is None:
-            return plans
-        rotation = self.kernels.rope.plan(positions, self.frequencies, self.dtype)
+        rotation = {
+            kind: self.kernels.rope.plan(positions, table, self.dtype)
+            for kind, table in self.frequencies.named_buffers()
+        }
         return replace(plans, rotation=rotation)
 
     @torch.inference_mode()
@@ -426,18 +428,17 @@ class HybridModel(nn.Module):
         for layer in self._recurrent_layers():
             layer(nothing, plans)  # one token of padding
 
-    def attention_shape(self, block_size: int) -> AttentionShape | None:
-        """What all attention layers of this rank have in common; None where it has none."""
-        return None if self._attention is None else self._attention.shape(block_size)
+    def attention_shapes(self, block_size: int) -> dict[str, AttentionShape]:
+        """What attention layers of this rank have in common, by kind."""
+        return {kind: layer.shape(block_size) for kind, layer in self._attentions.items()}
 
     def plan(self, inputs: StepInputs, caches: LayerCaches) -> KernelPlans:
         """What kernels work out on the host once a step, for all layers."""
         kernels = self.kernels
-        attention = None
-        if self._attention is not None:
-            block_size = next(iter(caches.kv.values())).key.shape[1]
-            shape = self._attention.shape(block_size)
-            attention = kernels.attention.plan(inputs.paged, shape)
+        attention = {
+            kind: layer.plan(inputs.paged, caches, kernels)
+            for kind, layer in self._attentions.items()
+        }
         recurrent = {
             kind: layer.plan(
                 inputs.num_decode_tokens, inputs.decode, inputs.prefill, kernels, caches.ring_length

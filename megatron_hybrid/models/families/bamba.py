@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_hybrid.layers.mamba2 import Mamba2Config
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.families.family import TwoBlockFamily
@@ -38,6 +40,7 @@ class Bamba(TwoBlockFamily):
     def config(self, raw: RawConfig) -> HybridModelConfig:
         raw.refuse_unless("hidden_act", "silu")
         attention = raw.attention()
+        rope = raw.rope(attention.head_dim, partial_rotary_factor=0.5)
         letters = raw.layer_letters()
         if letters is None:
             indices = set(raw.get("attn_layer_indices", default=[]))
@@ -47,8 +50,7 @@ class Bamba(TwoBlockFamily):
             **raw.common(),
             pattern="".join(letter + "-" for letter in letters),
             norm_eps=raw.number("rms_norm_eps", default=1e-5),
-            attention=attention if "*" in letters else None,
-            rope=raw.rope(attention.head_dim, partial_rotary_factor=0.5),
+            attention=replace(attention, rope=rope) if "*" in letters else None,
             mamba=mamba_config(raw) if "M" in letters else None,
             mlp=raw.gated_mlp(bias=raw.flag("mlp_bias")),
         )

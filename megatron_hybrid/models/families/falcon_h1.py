@@ -35,12 +35,12 @@ class FalconH1(TwoBlockFamily):
             norm_eps=raw.number("rms_norm_eps", default=1e-5),
             attention=replace(
                 attention,
+                rope=raw.rope(attention.head_dim),
                 scale=attention.scale * multiplier("key"),  # keys need not be scaled themselves
                 key_multiplier=multiplier("key"),
                 input_multiplier=multiplier("attention_in"),
                 out_multiplier=multiplier("attention_out"),
             ),
-            rope=raw.rope(attention.head_dim),
             mamba=replace(
                 mamba,
                 head_dim=raw.whole("mamba_d_ssm", default=mamba.inner_size) // mamba.num_heads,

@@ -29,18 +29,21 @@ class GraniteMoeHybrid(TwoBlockFamily):
         raw.refuse_unless("position_embedding_type", "rope", "nope")
         letters = raw.layer_letters() or "M" * raw.whole("num_hidden_layers")
         attention = raw.attention()
-        attention = replace(attention, scale=raw.number("attention_multiplier", default=1.0))
+        rotated = raw.get("position_embedding_type") == "rope"
+        attention = replace(
+            attention,
+            scale=raw.number("attention_multiplier", default=1.0),
+            rope=raw.rope(attention.head_dim) if rotated else None,
+        )
         shared, moe = raw.gated_mlp("shared_intermediate_size"), None
         if experts := raw.whole("num_local_experts", default=0):
             chosen = raw.whole("num_experts_per_tok")
             moe = MoEConfig(experts, chosen, expert=raw.gated_mlp(), shared=shared)
-        rotated = raw.get("position_embedding_type") == "rope"
         return HybridModelConfig(
             **raw.common(),
             pattern="".join(letter + ("E" if experts else "-") for letter in letters),
             norm_eps=raw.number("rms_norm_eps", default=1e-6),
             attention=attention if "*" in letters else None,
-            rope=raw.rope(attention.head_dim) if rotated else None,
             mamba=mamba_config(raw) if "M" in letters else None,
             mlp=None if experts else shared,
             moe=moe,

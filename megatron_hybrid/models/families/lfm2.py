@@ -3,6 +3,8 @@ the first layers, experts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.moe import MoEConfig
@@ -40,8 +42,7 @@ class Lfm2(TwoBlockFamily):
             **raw.common(max_positions=128_000, tied=raw.flag("tie_embedding", default=True)),
             pattern="".join(c + ("-" if i < dense else "E") for i, c in enumerate(letters)),
             norm_eps=raw.number("norm_eps", default=1e-5),
-            attention=attention,
-            rope=raw.rope(attention.head_dim, theta=1e6),
+            attention=replace(attention, rope=raw.rope(attention.head_dim, theta=1e6)),
             short_conv=ShortConvConfig(
                 conv_width=raw.whole("conv_L_cache", default=3), bias=raw.flag("conv_bias")
             ),

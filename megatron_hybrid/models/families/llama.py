@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from megatron_hybrid.models.config import HybridModelConfig
@@ -23,8 +24,7 @@ class Llama(TwoBlockFamily):
             **raw.common(),
             pattern="*-" * raw.whole("num_hidden_layers"),
             norm_eps=raw.number("rms_norm_eps", default=1e-6),
-            attention=attention,
-            rope=raw.rope(attention.head_dim),
+            attention=replace(attention, rope=raw.rope(attention.head_dim)),
             mlp=raw.gated_mlp(bias=raw.flag("mlp_bias")),
         )
 

@@ -47,13 +47,13 @@ class Qwen3Next(TwoBlockFamily):
         pattern, mtp = self._pattern(raw, experts), self._mtp(raw, experts)
         letters = pattern + ("" if mtp is None else mtp.pattern)
         attention = raw.attention(raw.whole("head_dim", default=256), qk_norm=True)
+        rope = raw.rope(attention.head_dim, partial_rotary_factor=0.25)
         return HybridModelConfig(
             **raw.common(max_positions=32768),
             pattern=pattern,
             norm_eps=raw.number("rms_norm_eps", default=1e-6),
             zero_centered_norm=True,
-            attention=replace(attention, zero_centered_norm=True, output_gate=True),
-            rope=raw.rope(attention.head_dim, partial_rotary_factor=0.25),
+            attention=replace(attention, rope=rope, zero_centered_norm=True, output_gate=True),
             gated_delta_net=GatedDeltaNetConfig(
                 key_heads=raw.whole("linear_num_key_heads", default=16),
                 value_heads=raw.whole("linear_num_value_heads", default=32),

@@ -39,6 +39,7 @@ class Zamba2(Family):
         hidden, heads = raw.whole("hidden_size"), raw.whole("num_attention_heads")
         head_dim = raw.whole("attention_head_dim", default=2 * hidden // heads)
         attention = raw.attention(head_dim, bias=False)
+        rope = raw.rope(head_dim) if raw.flag("use_mem_rope") else None
         adapters = raw.flag("use_shared_attention_adapter")
         if adapters and heads != attention.num_kv_heads:
             raise ConfigurationError(
@@ -66,13 +67,12 @@ class Zamba2(Family):
                 norm_eps=1e-5,
             ),
             shared_transformer=SharedTransformerConfig(
-                attention=replace(attention, scale=(head_dim / 2) ** -0.5),
+                attention=replace(attention, scale=(head_dim / 2) ** -0.5, rope=rope),
                 mlp=MLPConfig(size, gated=True, activation=activation),
                 num_blocks=raw.whole("num_mem_blocks", default=1),
                 adapter_rank=raw.whole("adapter_rank", default=128),
                 attention_adapters=adapters,
             ),
-            rope=raw.rope(head_dim) if raw.flag("use_mem_rope") else None,
         )
 
     def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:

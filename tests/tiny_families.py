@@ -1,0 +1,193 @@
+"""What the tests' tiny models are, by family: the prefix of transformers' classes, and what their
+configuration has besides what all have (tests/tiny_models.py)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Tiny(NamedTuple):
+    """`classes`: the prefix of transformers' classes; `chunk`: the name of the kernel chunk, where
+    the configuration has one; `text`: its configuration is that of a text part."""
+
+    classes: str
+    values: dict[str, Any]
+    chunk: str | None = None
+    text: bool = False
+
+
+_BAMBA_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+_NEMOTRON: dict[str, Any] = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+}
+
+
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
+_DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": [
+        "linear_attention", "full_attention", "linear_attention", "linear_attention",
+    ],
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 48,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+    },
+}  # fmt: skip
+_SHORT_CONV: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "intermediate_size": 96,
+}
+
+TINY: dict[str, Tiny] = {
+    "nemotron_h": Tiny(
+        "NemotronH",
+        _NEMOTRON
+        | {
+            "layers_block_type": [
+                "linear_attention", "mlp", "full_attention", "linear_attention", "mlp",
+            ],
+        },
+        "chunk_size",
+    ),
+    "nemotron_h_moe": Tiny(
+        "NemotronH",
+        _NEMOTRON
+        | {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "moe_latent_size": 32,
+            "layers_block_type": [
+                "linear_attention", "moe", "full_attention", "linear_attention", "moe",
+            ],
+        },
+        "chunk_size",
+    ),
+    "bamba": Tiny(
+        "Bamba", _BAMBA_MAMBA | {"attn_layer_indices": [2], "intermediate_size": 96},
+        "mamba_chunk_size",
+    ),
+    "granite_moe_hybrid": Tiny(
+        "GraniteMoeHybrid",
+        _BAMBA_MAMBA
+        | {
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "intermediate_size": 32,
+            "shared_intermediate_size": 48,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+            "attention_multiplier": 0.15,
+            "tie_word_embeddings": True,
+        },
+        "mamba_chunk_size",
+    ),
+    "falcon_h1": Tiny(
+        "FalconH1",
+        _BAMBA_MAMBA
+        | {
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 128,
+            "intermediate_size": 96,
+            "embedding_multiplier": 1.5,
+            "lm_head_multiplier": 0.7,
+            "key_multiplier": 0.8,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 1.5,
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 2.0,
+            "ssm_multipliers": [0.7, 1.1, 0.9, 1.2, 0.8],
+            "mlp_multipliers": [0.8, 1.4],
+        },
+        "mamba_chunk_size",
+    ),
+    "zamba2": Tiny(
+        "Zamba2",
+        {
+            "num_hidden_layers": 6,
+            "layers_block_type": [
+                "linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid", "hybrid",
+            ],
+            "mamba_d_state": 16,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 2,
+            "intermediate_size": 96,
+            "num_key_value_heads": 4,
+            "num_mem_blocks": 2,
+            "use_shared_attention_adapter": True,
+            "adapter_rank": 8,
+            "use_mem_rope": True,
+            "tie_word_embeddings": True,  # else transformers does not share the blocks either
+        },
+        "chunk_size",
+    ),
+    "mamba": Tiny("Mamba", {"num_hidden_layers": 3, "state_size": 16}),
+    "falcon_mamba": Tiny("FalconMamba", {"num_hidden_layers": 3, "state_size": 16}),
+    "mamba2": Tiny(
+        "Mamba2",
+        {
+            "num_hidden_layers": 3,
+            "num_heads": 8,
+            "head_dim": 16,
+            "n_groups": 2,
+            "state_size": 16,
+        },
+        "chunk_size",
+    ),
+    "jamba": Tiny(
+        "Jamba",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 2,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "intermediate_size": 96,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen3_next": Tiny(
+        "Qwen3Next", _DELTA_NET | _EXPERTS | {"mlp_only_layers": [1]}, "chunk_size"
+    ),
+    "qwen3_5": Tiny("Qwen3_5", _DELTA_NET, "chunk_size", text=True),
+    "qwen3_5_moe": Tiny("Qwen3_5Moe", _DELTA_NET | _EXPERTS, "chunk_size", text=True),
+    "lfm2": Tiny("Lfm2", _SHORT_CONV | {"block_multiple_of": 8}),
+    "lfm2_moe": Tiny(
+        "Lfm2Moe", _SHORT_CONV | _EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.5}
+    ),
+    "llama": Tiny("Llama", {"num_hidden_layers": 3, "intermediate_size": 96}),
+    "qwen3": Tiny("Qwen3", {"num_hidden_layers": 3, "intermediate_size": 96, "head_dim": 16}),
+}  # fmt: skip
