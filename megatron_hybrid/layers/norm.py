@@ -43,16 +43,17 @@ class RMSNorm(nn.Module):
         residual: Tensor,
         multiplier: float,
         kernels: KernelSet,
-        ranks: RankGroup,
+        ranks: RankGroup | None,
         into: Reader | None = None,
     ) -> tuple[Inputs, Tensor]:
         """The norm of residual + multiplier * (sum of the ranks' x), and that sum; `residual` may
-        be overwritten. `into`: who reads the norm."""
+        be overwritten. `ranks`: None: x is the sum. `into`: who reads the norm."""
+        alone = ranks is None or ranks.size == 1
         if not isinstance(x, Tensor):
-            if ranks.size == 1:
+            if alone:
                 return x.add_rms_norm(residual, multiplier, self.weight, self.eps, self.dtype, into)
             x = x.sum()
-        if ranks.size > 1:
+        if ranks is not None and not alone:
             fused = kernels.norm.add_rms_norm_over_ranks
             shared = fused and ranks.shared_rows(x.shape[0], x.shape[1], x.dtype)
             if fused and shared is not None:

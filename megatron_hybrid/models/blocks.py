@@ -1,10 +1,12 @@
-"""Blocks: a norm and a mixer each, made from the letters of a model's pattern."""
+"""Blocks: a mixer each and a norm before it, behind it, or both, made from the letters of a model's
+pattern."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +38,39 @@ def in_one_type(block: int | None, role: str) -> None:
     """Formats of a model that is not quantised."""
 
 
-class Block(nn.Module):
-    """x + residual_multiplier * mixer(norm(x)). The sum is left to the next block's norm."""
+class Addend(NamedTuple):
+    """How what a block gives is added to the residual stream, which is left to whoever follows."""
 
-    def __init__(self, norm: RMSNorm, mixer: Mixer, ranks: RankGroup) -> None:
-        """`ranks`: that have a part of the mixer each."""
+    multiplier: float
+    ranks: RankGroup | None  # that have a part of it each; None: every rank has all of it
+
+    def to(self, residual: Tensor, mixed: Mixed) -> Tensor:
+        """[tokens, hidden], as RMSNorm.after_adding, without a norm."""
+        total = added_up(mixed)
+        if self.ranks is not None:
+            total = self.ranks.all_reduce(total)
+        return torch.add(residual, total, alpha=self.multiplier)
+
+
+class Block(nn.Module):
+    """x + residual_multiplier * mixer(norm(x)), or as its BlockForm says. The sum is left to the
+    next block's norm."""
+
+    def __init__(
+        self,
+        norm: RMSNorm | None,
+        mixer: Mixer,
+        ranks: RankGroup,
+        entering: Addend,
+        post_norm: RMSNorm | None = None,
+    ) -> None:
+        """`ranks`: that have a part of the mixer each. `entering`: of the block before."""
         super().__init__()
         self.ranks = ranks
+        self.entering = entering
         self.norm = norm
         self.mixer = mixer
+        self.post_norm = post_norm
 
     @property
     def attention(self) -> Attention | None:
@@ -56,22 +82,35 @@ class Block(nn.Module):
         return inner_parts(self)
 
     def forward(
-        self, mixed: Mixed | None, residual: Tensor, multiplier: float, plans: KernelPlans
+        self, mixed: Mixed | None, residual: Tensor, plans: KernelPlans
     ) -> tuple[Mixed, Tensor]:
-        """What the mixer gives, and the residual stream with `mixed` in it, which the block before
-        has not added yet (None: there is none); the sum may take `residual`'s place."""
-        x, residual = self._enter(mixed, residual, multiplier, plans)
-        return self.mixer(x, plans), residual
+        """What is to be added to the residual stream next, and the stream with `mixed` in it, which
+        the block before has not added yet (None: there is none); the sum may take `residual`'s
+        place."""
+        x, residual = self._enter(mixed, residual, plans)
+        return self._leave(self.mixer(x, plans), plans), residual
 
     def _enter(
-        self, mixed: Mixed | None, residual: Tensor, multiplier: float, plans: KernelPlans
+        self, mixed: Mixed | None, residual: Tensor, plans: KernelPlans
     ) -> tuple[Inputs, Tensor]:
         """What the mixer takes in, and the residual stream, as in `forward`."""
+        if self.norm is None:
+            if mixed is not None:
+                residual = self.entering.to(residual, mixed)
+            assert self.post_norm is not None
+            return residual.to(self.post_norm.dtype), residual
         if mixed is None:
             return self.norm(residual, plans.kernels), residual
+        multiplier, ranks = self.entering
         return self.norm.after_adding(
-            mixed, residual, multiplier, plans.kernels, self.ranks, self.mixer.reader
+            mixed, residual, multiplier, plans.kernels, ranks, self.mixer.reader
         )
+
+    def _leave(self, mixed: Mixed, plans: KernelPlans) -> Mixed:
+        """What the mixer gives, normed where that is to be: its parts are summed before."""
+        if self.post_norm is None:
+            return mixed
+        return self.post_norm(self.ranks.all_reduce(added_up(mixed)), plans.kernels)
 
 
 class MoEBlock(Block):
@@ -80,25 +119,34 @@ class MoEBlock(Block):
     mixer: MoE
 
     def forward(
-        self, mixed: Mixed | None, residual: Tensor, multiplier: float, plans: KernelPlans
+        self, mixed: Mixed | None, residual: Tensor, plans: KernelPlans
     ) -> tuple[Mixed, Tensor]:
         """See Block.forward."""
-        alone = self.ranks.size == 1 and self.mixer.reader is None
-        if isinstance(mixed, Tensor) and alone:
+        norm, (multiplier, ranks) = self.norm, self.entering
+        alone = (ranks is None or ranks.size == 1) and self.mixer.reader is None
+        if isinstance(mixed, Tensor) and norm is not None and alone:
             router = self.mixer.router
-            entered = router.after_norm(self.norm, mixed, residual, multiplier, plans)
+            entered = router.after_norm(norm, mixed, residual, multiplier, plans)
             if entered is not None:
-                return self.mixer(entered.x, plans, entered.routes), entered.residual
-        return super().forward(mixed, residual, multiplier, plans)
+                given = self.mixer(entered.x, plans, entered.routes)
+                return self._leave(given, plans), entered.residual
+        return super().forward(mixed, residual, plans)
 
 
 class SharedTransformerBlock(Block):
     """x + mixer(norm(x + transformer(x))): the transformer's result is no part of the sum."""
 
+    norm: RMSNorm
+
     def __init__(
-        self, norm: RMSNorm, mixer: Mixer, ranks: RankGroup, transformer: SharedTransformerUse
+        self,
+        norm: RMSNorm,
+        mixer: Mixer,
+        ranks: RankGroup,
+        entering: Addend,
+        transformer: SharedTransformerUse,
     ) -> None:
-        super().__init__(norm, mixer, ranks)
+        super().__init__(norm, mixer, ranks, entering)
         self.transformer = transformer
 
     @property
@@ -107,11 +155,11 @@ class SharedTransformerBlock(Block):
         return self.transformer.shared.self_attn
 
     def _enter(
-        self, mixed: Mixed | None, residual: Tensor, multiplier: float, plans: KernelPlans
+        self, mixed: Mixed | None, residual: Tensor, plans: KernelPlans
     ) -> tuple[Inputs, Tensor]:
         """See Block._enter."""
         if mixed is not None:
-            residual = residual + multiplier * self.ranks.all_reduce(added_up(mixed))
+            residual = self.entering.to(residual, mixed)
         return self.norm(residual + self.transformer(residual, plans), plans.kernels), residual
 
 
@@ -145,6 +193,11 @@ class BlockBuilder:
         config = self.config
         return RMSNorm(config.hidden_size, config.norm_eps, self.dtype, config.zero_centered_norm)
 
+    def addend(self, index: int) -> Addend:
+        """What is to be added in front of block `index`."""
+        whole = index > 0 and self.config.form(index - 1).post_norm
+        return Addend(self.config.residual_multiplier, None if whole else self.parallel.tensor)
+
     def context(self, index: int) -> LayerContext:
         """For a layer whose caches have this number."""
         return LayerContext(
@@ -165,10 +218,12 @@ class BlockBuilder:
         ConfigurationError for a letter that the configuration does not describe."""
         config, context = self.config, self.context(index)
         letter = config.pattern[index] if letter is None else letter
+        ranks, entering = self.parallel.tensor, self.addend(index)
         if letter != SHARED_TRANSFORMER:
-            mixer = config.layer(letter).mixer(context)
+            mixer, form = config.layer(letter).mixer(context), config.form(index)
+            norm, post_norm = (self.norm() if has else None for has in (form.norm, form.post_norm))
             kind = MoEBlock if isinstance(mixer, MoE) else Block
-            block = kind(self.norm(), mixer, self.parallel.tensor)
+            block = kind(norm, mixer, ranks, entering, post_norm)
             allocate_linears(block.weight_parts(), partial(self.formats, index))
             return block
         shared = config.shared_transformer
@@ -183,6 +238,6 @@ class BlockBuilder:
         own = uses.index(index)
         use = SharedTransformerUse(shared, self.shared[first], context, own, len(uses))
         mixer = config.layer(MAMBA).mixer(context)
-        block = SharedTransformerBlock(self.norm(), mixer, self.parallel.tensor, use)
+        block = SharedTransformerBlock(self.norm(), mixer, ranks, entering, use)
         allocate_linears(block.weight_parts(), partial(self.formats, index))
         return block

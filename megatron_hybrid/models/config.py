@@ -64,6 +64,18 @@ class MTPConfig:
 
 
 @dataclass(frozen=True)
+class BlockForm:
+    """Which norms a block has around its mixer, one at least: what it adds to the residual stream x
+    is mixer(norm(x)), post_norm(mixer(x)), or with both of them post_norm(mixer(norm(x)))."""
+
+    norm: bool = True
+    post_norm: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.norm or self.post_norm
+
+
+@dataclass(frozen=True)
 class HybridModelConfig:
     """`pattern` has a letter a block:
 
@@ -72,8 +84,9 @@ class HybridModelConfig:
         G  gated delta net     E  mixture of experts       block adds to
         C  short convolution
 
-    Every block is x + residual_multiplier * mixer(norm(x)). The description of a kind of block is
-    None when the pattern has none of it; `others` has those of kinds that a family or two have.
+    Every block is x + residual_multiplier * mixer(norm(x)), or as its BlockForm says. The
+    description of a kind of block is None when the pattern has none of it; `others` has those of
+    kinds that a family or two have.
     """
 
     model_type: str
@@ -98,6 +111,7 @@ class HybridModelConfig:
     logits_divisor: float = 1.0
     residual_in_fp32: bool = False
     zero_centered_norm: bool = False  # of the blocks; see RMSNorm
+    forms: tuple[BlockForm, ...] = ()  # of the pattern's blocks; empty: the usual one of all
     mtp: MTPConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -130,6 +144,10 @@ class HybridModelConfig:
     def letter(self, block: int) -> str:
         """Of a block of the model, or of its head's, which are counted on from the last one."""
         return (self.pattern + ("" if self.mtp is None else self.mtp.pattern))[block]
+
+    def form(self, block: int) -> BlockForm:
+        """Of the same blocks: a head's is the usual one."""
+        return self.forms[block] if block < len(self.forms) else BlockForm()
 
 
 def undescribed(letter: str) -> ConfigurationError:

@@ -115,6 +115,7 @@ class HybridModel(nn.Module):
             )
         self.blocks = nn.ModuleList(build.block(index) for index in self.stage)
         self._shared = build.shared
+        self.leaving = build.addend(len(config.pattern))  # of the last block
         self.final_norm: RMSNorm | None = None
         self.lm_head: Linear | None = None
         if self.is_last_stage:
@@ -335,7 +336,7 @@ class HybridModel(nn.Module):
             plans, embeddings=embeddings, most_tokens=most, all_to_all=size.all_to_all, chosen=kept
         )
         for index, block in self.own_blocks():
-            mixed, residual = block(mixed, residual, config.residual_multiplier, plans)
+            mixed, residual = block(mixed, residual, plans)
             if index == last_mixing:
                 mixed, residual = inputs.of_logits(added_up(mixed)), inputs.of_logits(residual)
                 kernels = of_logits(plans.kernels, inputs)
@@ -376,15 +377,9 @@ class HybridModel(nn.Module):
     def logits(self, hidden: Hidden, inputs: StepInputs, plans: KernelPlans) -> Tensor:
         """[rows, vocab_size] of what leaves the last stage's blocks, the same on every rank of that
         stage; writes the caches of the MTPHead."""
-        config, norm = self.config, self.final_norm
+        norm, (multiplier, ranks) = self.final_norm, self.leaving
         assert norm is not None and hidden.mixed is not None, "only the last stage has the head"
-        last, _ = norm.after_adding(
-            hidden.mixed,
-            hidden.residual,
-            config.residual_multiplier,
-            self.kernels,
-            self.parallel.tensor,
-        )
+        last, _ = norm.after_adding(hidden.mixed, hidden.residual, multiplier, self.kernels, ranks)
         normed = plain_rows(last)
         if self.mtp is not None:
             plans = self._rotated(plans, inputs.positions)

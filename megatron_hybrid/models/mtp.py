@@ -45,7 +45,6 @@ class MTPHead(nn.Module):
         if config.mtp.unsupported:
             raise ConfigurationError(config.mtp.unsupported)
         self.config = config
-        self.ranks = builder.parallel.tensor
         self.first = len(config.pattern)
         self.embedding_norm, self.hidden_norm = builder.norm(), builder.norm()
         self.fc = parameter((config.hidden_size, 2 * config.hidden_size), builder.dtype)
@@ -54,6 +53,7 @@ class MTPHead(nn.Module):
             builder.block(self.first + i, letter) for i, letter in enumerate(config.mtp.pattern)
         )
         self.final_norm = builder.norm()
+        self.leaving = builder.addend(self.first + len(self.blocks))  # of the last block
 
     @property
     def attention(self) -> Attention:
@@ -94,7 +94,9 @@ class MTPHead(nn.Module):
         """Write the KV of a step's tokens: embeddings [tokens, hidden], and hidden [tokens, hidden]
         states behind each of them. What the head makes of them is of no use here."""
         x = self._join(embeddings, self.delay(hidden, plans), plans.kernels)
-        self.attention.store(self._block(0).norm(x, plans.kernels), plans)
+        norm = self._block(0).norm
+        assert norm is not None
+        self.attention.store(norm(x, plans.kernels), plans)
 
     def forward(self, embeddings: Tensor, hidden: Tensor, plans: KernelPlans) -> Tensor:
         """embeddings [rows, hidden] of tokens, hidden [rows, hidden] states before them -> [rows,
@@ -105,12 +107,10 @@ class MTPHead(nn.Module):
         if config.residual_in_fp32:
             residual = residual.float()
         for i in range(len(self.blocks)):
-            block = self._block(i)
-            mixed, residual = block(mixed, residual, config.residual_multiplier, plans)
+            mixed, residual = self._block(i)(mixed, residual, plans)
         assert mixed is not None
-        normed, _ = self.final_norm.after_adding(
-            mixed, residual, config.residual_multiplier, plans.kernels, self.ranks
-        )
+        multiplier, ranks = self.leaving
+        normed, _ = self.final_norm.after_adding(mixed, residual, multiplier, plans.kernels, ranks)
         return plain_rows(normed)
 
     def _join(self, embeddings: Tensor, hidden: Tensor, kernels: KernelSet) -> Tensor:

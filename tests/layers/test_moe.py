@@ -32,7 +32,7 @@ from megatron_hybrid.layers.mixer import LayerContext, added_up  # noqa: E402
 from megatron_hybrid.layers.mlp import MLPConfig  # noqa: E402
 from megatron_hybrid.layers.moe import MoE, MoEConfig  # noqa: E402
 from megatron_hybrid.layers.norm import RMSNorm  # noqa: E402
-from megatron_hybrid.models.blocks import MoEBlock  # noqa: E402
+from megatron_hybrid.models.blocks import Addend, MoEBlock  # noqa: E402
 from megatron_hybrid.parallel import RankGroup, initialize  # noqa: E402
 from tests.parallel.pretend import first_of  # noqa: E402
 from tests.thorough import A_THIRD
@@ -149,7 +149,8 @@ class Blocks:
         layer = layer_of(config, width=LONG, dtype=torch.float16)
         norm = RMSNorm(LONG, 1e-5, torch.float16, zero_centered)
         norm.weight.copy_(torch.rand(LONG, generator=torch.Generator().manual_seed(1)) + 0.5)
-        self.block = MoEBlock(norm, layer, initialize().tensor)
+        ranks = initialize().tensor
+        self.block = MoEBlock(norm, layer, ranks, Addend(0.5, ranks))
         self.calls: list[str] = []
         others = {"mix_parts": reference.mix, "takes_shared": reference.takes_shared}
         experts: Any = SimpleNamespace(**{**vars(triton), **others})
@@ -176,7 +177,7 @@ class Blocks:
         caches: Any = None
         self.calls = []
         given = None if is_first else mixed.half() * factor
-        found = self.block(given, residual.half(), 0.5, KernelPlans(caches, self.kernels))
+        found = self.block(given, residual.half(), KernelPlans(caches, self.kernels))
         return found[0], found[1]
 
 
@@ -210,10 +211,10 @@ def test_a_block_makes_its_norm_apart_where_there_is_no_sum_or_more_than_one_ker
 
 def test_a_block_makes_its_norm_apart_where_several_ranks_have_parts_of_the_sum() -> None:
     blocks = Blocks()
-    blocks.block.ranks = Twice(initialize().tensor)
+    blocks.block.entering = Addend(0.5, Twice(initialize().tensor))
     found = blocks.run(2)
     assert blocks.calls == ["add_rms_norm", "route"]
-    blocks.block.ranks = initialize().tensor
+    blocks.block.entering = Addend(0.5, initialize().tensor)
     expected = blocks.run(2, factor=2.0)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 

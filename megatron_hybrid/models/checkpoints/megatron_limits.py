@@ -14,6 +14,7 @@ from megatron_hybrid.models.config import (
     SHARED_TRANSFORMER,
     SHORT_CONV,
     SIDE_BY_SIDE,
+    BlockForm,
     HybridModelConfig,
 )
 
@@ -42,6 +43,8 @@ def _reasons(config: HybridModelConfig) -> Iterator[str]:
     yield from (kind for letter, kind in _LAYERS.items() if letter in config.pattern)
     if GATED_DELTA_NET in config.pattern and not is_gpt_pattern(config.pattern) and config.rope:
         yield "rotary positions in a HybridModel with gated delta nets"
+    if any(config.form(block) != BlockForm() for block in range(len(config.pattern))):
+        yield "norms behind its layers"
     attention, mamba, moe = config.attention, config.mamba, config.moe
     mlps = [mlp for mlp in (config.mlp, None if moe is None else moe.expert) if mlp is not None]
     multipliers = [

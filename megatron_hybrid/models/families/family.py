@@ -60,15 +60,16 @@ class Family(ABC):
 
     def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
         """Where a block's weight may be, the usual place first; where it is in several of them, it
-        has to be the same. `role` is "norm.weight" for the norm before the mixer, else "mixer."
-        and the layer's own name for it. Past the model's last block come those of its MTPHead;
+        has to be the same. `role` is "norm.weight" for the norm before the mixer,
+        "post_norm.weight" for the one behind it, else "mixer." and the layer's own name for it.
+        Past the model's last block come those of its MTPHead;
         what is in none of them has a role that begins with "mtp.", and the number of the head's
         first or last block."""
         return [Location(self.name_in(f"{self.layers}.{block}", role))]
 
     def name_in(self, layer: str, role: str) -> str:
         """The usual name of a role in a layer of one block."""
-        inner = "norm.weight" if role == "norm.weight" else f"mixer.{self.name_of(role)}"
+        inner = f"mixer.{self.name_of(role)}" if role.startswith("mixer.") else role
         return f"{layer}.{inner}"
 
     def canonical(self, name: str) -> str:
@@ -90,6 +91,9 @@ class TwoBlockFamily(Family):
 
     first_norm: ClassVar[str] = "input_layernorm"
     second_norm: ClassVar[str] = "post_attention_layernorm"
+    # Of blocks whose BlockForm has them.
+    first_post_norm: ClassVar[str] = "post_attention_layernorm"
+    second_post_norm: ClassVar[str] = "post_feedforward_layernorm"
     attention: ClassVar[str] = "self_attn"
     recurrent: ClassVar[str] = "mamba"
     mlp: ClassVar[str] = "mlp"
@@ -103,6 +107,9 @@ class TwoBlockFamily(Family):
         """The same, in this Hugging Face layer."""
         if role == "norm.weight":
             norm = self.second_norm if block % 2 else self.first_norm
+            return [Location(f"{layer}.{norm}.weight")]
+        if role == "post_norm.weight":
+            norm = self.second_post_norm if block % 2 else self.first_post_norm
             return [Location(f"{layer}.{norm}.weight")]
         role = role.removeprefix("mixer.")
         if (letter := config.letter(block)) in (DENSE_MLP, EXPERTS):
