@@ -131,6 +131,7 @@ class DeltaRuleConstants(NamedTuple):
     A: Tensor  # [v_heads], negative
     dt_bias: Tensor  # [v_heads]
     rounding_seed: int | None = None  # see RoundsStates
+    beta_scale: float = 1.0  # of beta behind the sigmoid: with 2, a step may turn a key's sign
 
 
 class RoundsStates(Protocol):

@@ -200,7 +200,7 @@ def gated_delta_rule(
         _of_length_one(values.float()).repeat_interleave(repeats, dim=1)
         for values in (tokens.q, tokens.k)
     )
-    beta = torch.sigmoid(tokens.b.float())
+    beta = torch.sigmoid(tokens.b.float()) * constants.beta_scale
     q, k, v, decay, beta = (
         sequences.padded(values) for values in (q * k_dim**-0.5, k, tokens.v.float(), decay, beta)
     )  # [S, L, v_heads, ...]

@@ -33,6 +33,7 @@ class Shape:
     heads: int
     k_dim: int
     v_dim: int
+    beta_scale: float = 1.0
 
     @property
     def state(self) -> tuple[int, int, int]:
@@ -71,11 +72,14 @@ def draw(shape: Shape, tokens: int, dtype: torch.dtype, more: int = 64) -> list[
         b,
         -torch.linspace(0.01, 16, shape.heads, device=DEVICE),
         torch.linspace(1, -6, shape.heads, device=DEVICE),
+        torch.tensor(shape.beta_scale),
     ]
 
 
 def arguments(data: list[Tensor]) -> tuple[DeltaRuleTokens, DeltaRuleConstants]:
-    return DeltaRuleTokens(*data[:5]), DeltaRuleConstants(*data[5:])
+    A, dt_bias, beta_scale = data[5:]
+    constants = DeltaRuleConstants(A, dt_bias, beta_scale=float(beta_scale))
+    return DeltaRuleTokens(*data[:5]), constants
 
 
 def rows(data: list[Tensor], begin: int, end: int) -> list[Tensor]:
@@ -84,13 +88,13 @@ def rows(data: list[Tensor], begin: int, end: int) -> list[Tensor]:
 
 def token_loop(data: list[Tensor], state: Tensor, keep: set[int]) -> tuple[Tensor, dict]:
     """Outputs, and the states after the numbers of tokens in `keep`."""
-    q, k, v, a, b, A, bias = (x.double() for x in data)
+    q, k, v, a, b, A, bias, scale = (x.double() for x in data)
     repeats = v.shape[1] // q.shape[1]
     q, k = (
         (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(repeats, 1)
         for x in (q, k)
     )
-    decay, beta = torch.exp(A * F.softplus(a + bias)), torch.sigmoid(b)
+    decay, beta = torch.exp(A * F.softplus(a + bias)), scale * torch.sigmoid(b)
     s, states, outputs = state.double(), {}, []
     for t in range(len(q)):
         s = s * decay[t][:, None, None]
@@ -329,7 +333,7 @@ def test_a_captured_prefill_follows_other_lengths() -> None:
 
 
 def fla_inputs(data: list[Tensor]) -> dict:
-    q, k, v, a, b, A, bias = data
+    q, k, v, a, b, A, bias, _ = data
     repeats = v.shape[1] // q.shape[1]
     return {
         "q": q.repeat_interleave(repeats, 1)[None],

@@ -19,6 +19,7 @@ from tests.kernels.segments import Segment
 
 K_HEADS, HEADS, K_DIM, V_DIM = 2, 4, 6, 5
 SHAPE = (HEADS, V_DIM, K_DIM)
+BETA = 2.0  # the engine's tests have models with 1 and with 2
 
 
 def draw(length: int, seed: int = 0, v_dim: int = V_DIM, k_dim: int = K_DIM) -> Data:
@@ -39,6 +40,7 @@ def draw(length: int, seed: int = 0, v_dim: int = V_DIM, k_dim: int = K_DIM) -> 
         DeltaRuleConstants(
             A=-torch.tensor([0.001, 0.3, 2.0, 16.0]),
             dt_bias=torch.tensor([-1.0, 0.5, -2.0, 3.0]),
+            beta_scale=BETA,
         ),
     )
 
@@ -51,7 +53,8 @@ def step(state: Tensor, token: Any) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     state = torch.exp(token.A * F.softplus(token.a + token.dt_bias))[:, None, None] * state
     error = token.v - torch.einsum("hvk,hk->hv", state, k)
-    state = state + torch.einsum("h,hv,hk->hvk", torch.sigmoid(token.b), error, k)
+    beta = token.beta_scale * torch.sigmoid(token.b)
+    state = state + torch.einsum("h,hv,hk->hvk", beta, error, k)
     return torch.einsum("hvk,hk->hv", state, q) / token.q.shape[-1] ** 0.5, state
 
 
@@ -70,7 +73,7 @@ def test_it_equals_transformers(recurrence: Recurrence, name: str) -> None:
     q, k, v, a, b = data.tokens
     decay = data.constants.A * F.softplus(a + data.constants.dt_bias)
     expected, last = getattr(qwen3_next, f"torch_{name}_gated_delta_rule")(
-        *(values[None] for values in (q, k, v, decay, b.sigmoid())),
+        *(values[None] for values in (q, k, v, decay, BETA * b.sigmoid())),
         initial_state=before.transpose(1, 2)[None],
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
@@ -82,6 +85,7 @@ def test_it_equals_transformers(recurrence: Recurrence, name: str) -> None:
 def test_equal_keys_without_decay_equal_the_token_loop(recurrence: Recurrence) -> None:
     """Each token replaces what the one before it has stored."""
     data, state = draw(100), recurrence.poisoned(2)
+    data.constants = data.constants._replace(beta_scale=1.0)
     data.tokens.k[:] = data.tokens.k[0].clone()
     data.tokens.b[:] = 9
     data.constants.A[:] = 0

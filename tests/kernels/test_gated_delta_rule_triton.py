@@ -41,9 +41,12 @@ class Data:
     b: Tensor
     A: Tensor
     dt_bias: Tensor
+    beta_scale: float = 1.0
 
     @classmethod
-    def draw(cls, tokens: int, k_heads: int = K_HEADS, seed: int = 0) -> Data:
+    def draw(
+        cls, tokens: int, k_heads: int = K_HEADS, seed: int = 0, beta_scale: float = 1.0
+    ) -> Data:
         """q, k, v, a and b are columns of one wider tensor, as in the model; keys are alike, one
         head hardly decays."""
         g = torch.Generator().manual_seed(seed)
@@ -59,6 +62,7 @@ class Data:
             b=b,
             A=torch.tensor([-0.01, -6.0]),
             dt_bias=torch.tensor([0.5, -1.0]),
+            beta_scale=beta_scale,
         )
 
     def rows(self, begin: int, end: int) -> Data:
@@ -66,7 +70,8 @@ class Data:
 
     def arguments(self) -> tuple[DeltaRuleTokens, DeltaRuleConstants]:
         values = [getattr(self, f.name) for f in fields(self)]
-        return DeltaRuleTokens(*values[:5]), DeltaRuleConstants(*values[5:])
+        constants = DeltaRuleConstants(*values[5:7], beta_scale=self.beta_scale)
+        return DeltaRuleTokens(*values[:5]), constants
 
 
 def token_loop(data: Data, state: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -82,7 +87,7 @@ def token_loop(data: Data, state: Tensor) -> tuple[Tensor, list[Tensor]]:
         decay = torch.exp(data.A * F.softplus(data.a[t].double() + data.dt_bias))
         before = decay[:, None, None] * states[-1]
         error = data.v[t].double() - (before * k[:, None]).sum(-1)
-        added = torch.sigmoid(data.b[t].double())[:, None] * error
+        added = data.beta_scale * torch.sigmoid(data.b[t].double())[:, None] * error
         states.append(before + added[:, :, None] * k[:, None])
         outputs.append((states[-1] * q[:, None]).sum(-1) / K_DIM**0.5)
     return torch.stack(outputs), states
@@ -130,9 +135,9 @@ def test_one_sequence_equals_the_token_loop(length: int, chunk: int, tile: int) 
 
 
 @pytest.mark.parametrize(("chunk", "tile"), TILES[:3])
-@pytest.mark.parametrize("k_heads", usually([2], [1, 2]))
+@pytest.mark.parametrize(("k_heads", "beta_scale"), usually([(2, 2.0)], [(1, 1.0), (2, 2.0)]))
 def test_packed_sequences_with_checkpoints_equal_the_token_loop(
-    k_heads: int, chunk: int, tile: int
+    k_heads: int, beta_scale: float, chunk: int, tile: int
 ) -> None:
     """Starts and ends on and off the grid, checkpoints on the grid, at an end, and two at one
     place, an empty segment, padding, writes to slot 0, rows after the last sequence."""
@@ -145,7 +150,8 @@ def test_packed_sequences_with_checkpoints_equal_the_token_loop(
         Segment(95, 1, 5, 5, [(96, 16)]),
         Segment(0, 0, 0, 0),
     ]
-    data, state = Data.draw(sum(s.length for s in segments) + 5, k_heads), poisoned(18)
+    tokens = sum(s.length for s in segments) + 5
+    data, state = Data.draw(tokens, k_heads, beta_scale=beta_scale), poisoned(18)
     state[1:6] = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(3))
     before = state.clone()
     y = run(data, segments, state, chunk, tile)
@@ -245,11 +251,11 @@ def test_bfloat16_states_are_read_and_written() -> None:
 
 
 @pytest.mark.parametrize("block_v", [8, 32])
-@pytest.mark.parametrize("k_heads", [1, 2])
-def test_decode_equals_the_token_loop(k_heads: int, block_v: int) -> None:
+@pytest.mark.parametrize(("k_heads", "beta_scale"), [(1, 1.0), (2, 2.0)])
+def test_decode_equals_the_token_loop(k_heads: int, beta_scale: float, block_v: int) -> None:
     """In place, from one slot to another, from zeros, to nowhere, and a padded row."""
     read, write = [1, 2, 0, 3, 0], [1, 4, 5, 0, 0]
-    data, state = Data.draw(5, k_heads), poisoned(7)
+    data, state = Data.draw(5, k_heads, beta_scale=beta_scale), poisoned(7)
     state[1:4] = torch.randn(3, *SHAPE, generator=torch.Generator().manual_seed(5))
     before = state.clone()
     slots = DecodeSlots(int64(read), int64(write))

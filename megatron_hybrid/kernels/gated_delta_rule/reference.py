@@ -3,7 +3,7 @@
 Of a value head, with S [v_dim, k_dim], and q and k, of its key head, divided by their lengths, q
 besides by sqrt(k_dim):
 
-    g[t] = A softplus(a[t] + dt_bias)           beta[t] = sigmoid(b[t])
+    g[t] = A softplus(a[t] + dt_bias)           beta[t] = beta_scale sigmoid(b[t])
     d[t] = beta[t] (v[t] - exp(g[t]) S[t-1] k[t])
     S[t] = exp(g[t]) S[t-1] + d[t] k[t]^T
     y[t] = S[t] q[t]
@@ -113,7 +113,8 @@ def _read_out(states: Tensor, tokens: DeltaRuleTokens, constants: DeltaRuleConst
 
 def _gates(a: Tensor, b: Tensor, constants: DeltaRuleConstants) -> tuple[Tensor, Tensor]:
     """g and beta, [T, heads] float64."""
-    return constants.A * softplus(a.double() + constants.dt_bias), sigmoid(b.double())
+    decay = constants.A * softplus(a.double() + constants.dt_bias)
+    return decay, sigmoid(b.double()).mul_(constants.beta_scale)
 
 
 def _normalised(rows: Tensor) -> Tensor:

@@ -113,7 +113,8 @@ def prefill(
         prepare_kernel[(heads // together, tiles)](
             q, k, a, b, constants.A, constants.dt_bias, r, weights, factors, decays, chunks,
             count, *row_strides(q, k, a, b), k_dim**-0.5,
-            K_DIM=k_dim, GROUP=group, HEADS=together, **shape, num_warps=4,
+            K_DIM=k_dim, GROUP=group, HEADS=together, BETA=constants.beta_scale, **shape,
+            num_warps=4,
         )  # fmt: skip
         invert_kernel[(heads, tiles)](
             r, factors, chunks, count, **shape, num_warps=2 if split else 4

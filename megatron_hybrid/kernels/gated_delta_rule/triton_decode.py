@@ -36,7 +36,8 @@ def decode(
     _decode_kernel[(v_dim // block_v, heads, rows)](
         *tokens, *constants[:2], state, y, plan.read_slot, plan.write_slot,
         *row_strides(*tokens, y, state), heads // k_heads, k_dim**-0.5,
-        K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=block_v, num_warps=num_warps, **OPTIONS,
+        K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=block_v, BETA=constants.beta_scale,
+        num_warps=num_warps, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -68,16 +69,20 @@ def decode_runs(
         *tokens, *constants[:2], state, *ring, y, *plan.tensors, count,
         *row_strides(*tokens, y, state), k_dim**-0.5, constants.rounding_seed,
         HEADS=heads, K_HEADS=k_heads, RING=ring[0].shape[1],
-        K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=block_v, num_warps=1, **more, **OPTIONS,
+        K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=block_v, BETA=constants.beta_scale, num_warps=1,
+        **more, **OPTIONS,
     )  # fmt: skip
     return y
 
 
 @triton.jit
-def gates(a, b, a_log_ptr, bias_ptr, head):
-    """log2(e) * g, and beta."""
+def gates(a, b, a_log_ptr, bias_ptr, head, BETA: tl.constexpr):
+    """log2(e) * g, and beta, which is BETA sigmoid(b)."""
     bias, rate = tl.load(bias_ptr + head), tl.load(a_log_ptr + head)
-    return softplus(a.to(tl.float32) + bias) * rate * LOG2_E, tl.sigmoid(b.to(tl.float32))
+    beta = tl.sigmoid(b.to(tl.float32))
+    if BETA != 1.0:
+        beta *= BETA
+    return softplus(a.to(tl.float32) + bias) * rate * LOG2_E, beta
 
 
 @launched
@@ -85,7 +90,7 @@ def _decode_kernel(
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, decay_ptr, bias_ptr,
     state_ptr, y_ptr, read_ptr, write_ptr,
     q_row, k_row, v_row, a_row, b_row, y_row, state_slot, heads_per_key, scale,
-    K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BETA: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     head = tl.program_id(1)
@@ -114,7 +119,7 @@ def _decode_kernel(
     v = tl.load(v_ptr + row * v_row + head * V_DIM + p).to(tl.float32)
     a = tl.load(a_ptr + row * a_row + head)
     b = tl.load(b_ptr + row * b_row + head)
-    decay, beta = gates(a, b, decay_ptr, bias_ptr, head)
+    decay, beta = gates(a, b, decay_ptr, bias_ptr, head, BETA)
     q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * scale
     k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
 
@@ -131,9 +136,9 @@ def _decode_kernel(
 
 
 @triton.jit
-def _advance(s, k, v, a, b, decay_ptr, bias_ptr, head):
+def _advance(s, k, v, a, b, decay_ptr, bias_ptr, head, BETA: tl.constexpr):
     """The state after one token; s [v, k_dim] float32, k [k_dim] and v [v] as they came."""
-    decay, beta = gates(a, b, decay_ptr, bias_ptr, head)
+    decay, beta = gates(a, b, decay_ptr, bias_ptr, head, BETA)
     k = k.to(tl.float32)
     k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
     s *= tl.exp2(decay)
@@ -149,7 +154,7 @@ def _runs_kernel(
     checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
     q_row, k_row, v_row, a_row, b_row, y_row, state_slot, scale, seed,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr,
-    K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BETA: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     head = tl.program_id(1)
@@ -186,7 +191,7 @@ def _runs_kernel(
         v = tl.load(ring_v_ptr + place * (HEADS * V_DIM) + head * V_DIM + p)
         a = tl.load(ring_a_ptr + place * HEADS + head)
         b = tl.load(ring_b_ptr + place * HEADS + head)
-        s = _advance(s, k, v, a, b, decay_ptr, bias_ptr, head)
+        s = _advance(s, k, v, a, b, decay_ptr, bias_ptr, head, BETA)
         if earlier + 1 == checkpoint_position:
             store_state(
                 state_ptr, checkpoint, state_slot, in_slot, s, p[:, None], seed, earlier + 1,
@@ -200,7 +205,7 @@ def _runs_kernel(
         v = tl.load(v_ptr + row * v_row + head * V_DIM + p)
         a = tl.load(a_ptr + row * a_row + head)
         b = tl.load(b_ptr + row * b_row + head)
-        s = _advance(s, k, v, a, b, decay_ptr, bias_ptr, head)
+        s = _advance(s, k, v, a, b, decay_ptr, bias_ptr, head, BETA)
         q = tl.load(q_ptr + row * q_row + key_head * K_DIM + n).to(tl.float32)
         q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * scale
         y = tl.sum(s * q[None, :], 1)
@@ -247,9 +252,9 @@ def _normalised(x):
 
 
 @triton.jit
-def _passed(x, y, k, v, a, b, decay_ptr, bias_ptr, head, exists):
+def _passed(x, y, k, v, a, b, decay_ptr, bias_ptr, head, exists, BETA: tl.constexpr):
     """x and y before a token, of those after it; see _single_kernel."""
-    decay, beta = gates(a, b, decay_ptr, bias_ptr, head)
+    decay, beta = gates(a, b, decay_ptr, bias_ptr, head, BETA)
     decay, beta = tl.where(exists, decay, 0.0), tl.where(exists, beta, 0.0)
     k = _normalised(k)
     taken = beta * _dot(k, x)
@@ -257,9 +262,9 @@ def _passed(x, y, k, v, a, b, decay_ptr, bias_ptr, head, exists):
 
 
 @triton.jit
-def _next(s, k, v, a, b, decay_ptr, bias_ptr, head):
+def _next(s, k, v, a, b, decay_ptr, bias_ptr, head, BETA: tl.constexpr):
     """The state after a token, as _advance."""
-    decay, beta = gates(a, b, decay_ptr, bias_ptr, head)
+    decay, beta = gates(a, b, decay_ptr, bias_ptr, head, BETA)
     k = _normalised(k)
     s *= tl.exp2(decay)
     d = beta * (v.to(tl.float32) - _times(s, k))
@@ -281,7 +286,8 @@ def _single_kernel(
     checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
     q_row, k_row, v_row, a_row, b_row, y_row, state_slot, scale, seed,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr, MOST: tl.constexpr,
-    K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, LANES: tl.constexpr,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BETA: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Of sequences of one token each. Where no state is written, none is formed, and the one that
     is read is multiplied by one vector, however many tokens are unfolded. For with S' the state
@@ -354,11 +360,12 @@ def _single_kernel(
     has_checkpoint = (checkpoint > 0) & (tokens_in > 0) & (tokens_in <= unfolded + count)
     if is_there & (write <= 0) & (has_checkpoint == 0):
         x, y = q, tl.zeros([BLOCK_V], tl.float32)
-        x, y = _passed(x, y, new_k, new_v, new_a, new_b, decay_ptr, bias_ptr, head, True)
+        x, y = _passed(x, y, new_k, new_v, new_a, new_b, decay_ptr, bias_ptr, head, True, BETA)
         for i in tl.static_range(MOST - 1, -1, -1):
             x, y = _passed(
-                x, y, old_k[i], old_v[i], old_a[i], old_b[i], decay_ptr, bias_ptr, head, i < kept
-            )
+                x, y, old_k[i], old_v[i], old_a[i], old_b[i], decay_ptr, bias_ptr, head, i < kept,
+                BETA,
+            )  # fmt: skip
         y += _times(s, x)
         tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty))
     else:
@@ -368,12 +375,12 @@ def _single_kernel(
             v = tl.load(ring_v_ptr + (place * (HEADS * V_DIM) + in_v) + p)
             a = tl.load(ring_a_ptr + place * HEADS + head)
             b = tl.load(ring_b_ptr + place * HEADS + head)
-            s = _next(s, k, v, a, b, decay_ptr, bias_ptr, head)
+            s = _next(s, k, v, a, b, decay_ptr, bias_ptr, head, BETA)
             if has_checkpoint & (earlier - first + 1 == tokens_in):
                 to_slot = state_ptr + checkpoint * state_slot
                 _store_part(to_slot, in_v * K_DIM, in_part, s, seed, earlier + 1)
         if is_there:
-            s = _next(s, new_k, new_v, new_a, new_b, decay_ptr, bias_ptr, head)
+            s = _next(s, new_k, new_v, new_a, new_b, decay_ptr, bias_ptr, head, BETA)
             tl.store(y_ptrs, _times(s, q).to(y_ptr.dtype.element_ty))
         after = position + count
         if write > 0:

@@ -38,7 +38,7 @@ def prepare_kernel(
     r_ptr, weights_ptr, factors_ptr, decays_ptr, cu_chunks_ptr, tokens,
     q_row, k_row, a_row, b_row, scale,
     K_DIM: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
-    SPLIT: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    SPLIT: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BETA: tl.constexpr,
 ):  # fmt: skip
     """M and P of a tile and HEADS value heads of a key head, of which it has GROUP, and the factors
     of the walk: of each token exp(G) for q and for k, exp(G[last] - G) for k, all over the length
@@ -71,7 +71,7 @@ def prepare_kernel(
     for i in range(HEADS):
         a = tl.load(a_ptr + begin * a_row + head + i + places * a_row, valid, 0.0)
         b = tl.load(b_ptr + begin * b_row + head + i + places * b_row, valid, 0.0)
-        decay, beta = gates(a, b, decay_ptr, bias_ptr, head + i)
+        decay, beta = gates(a, b, decay_ptr, bias_ptr, head + i, BETA)
         cs = tl.cumsum(tl.where(valid, decay, 0.0), 0)  # log2(e) * G
         last = tl.sum(tl.where(places == TILE - 1, cs, 0.0), 0)
         row = (head + i) * tl.cast(tokens, tl.int64) + begin

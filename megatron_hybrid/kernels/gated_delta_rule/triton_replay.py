@@ -88,7 +88,8 @@ def run(
     prepare_replay_kernel[(heads // together, tiles)](
         q, k, a, b, constants.A, constants.dt_bias, ring_k, ring_a, ring_b,
         r, weights, factors, decays, *plan.figures, sequences, plan.is_prompt,
-        *row_strides(q, k, a, b), k_dim**-0.5, **sizes, TOGETHER=together, num_warps=1, **OPTIONS,
+        *row_strides(q, k, a, b), k_dim**-0.5, **sizes, TOGETHER=together,
+        BETA=constants.beta_scale, num_warps=1, **OPTIONS,
     )  # fmt: skip
     block_v, num_warps, num_stages = tiling or tiling_of(v_dim, v.dtype, plan.is_single)
     arguments = (

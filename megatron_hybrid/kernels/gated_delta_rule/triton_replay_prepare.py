@@ -47,7 +47,7 @@ def prepare_replay_kernel(
     position_ptr, slot_ptr, sequences, is_prompt,
     q_row, k_row, a_row, b_row, scale,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr, K_DIM: tl.constexpr,
-    TILE: tl.constexpr, SPLIT: tl.constexpr, TOGETHER: tl.constexpr,
+    TILE: tl.constexpr, SPLIT: tl.constexpr, TOGETHER: tl.constexpr, BETA: tl.constexpr,
 ):  # fmt: skip
     """R beta and P of a chunk and TOGETHER value heads of a key head, and the factors of the walk:
     of each token exp(G) for q and for k, and exp(G[last] - G) for k, all over the length of q or k;
@@ -99,7 +99,7 @@ def prepare_replay_kernel(
         old_b = tl.load(ring_b_ptr + in_ring * HEADS + head + i, old, 0.0)
         a = tl.where(own, own_a, old_a)
         b = tl.where(own, own_b, old_b)
-        decay, beta = gates(a, b, decay_ptr, bias_ptr, head + i)
+        decay, beta = gates(a, b, decay_ptr, bias_ptr, head + i, BETA)
         decay = tl.where(valid, decay, 0.0)
         beta = tl.where(valid, beta, 0.0)
         cs = tl.cumsum(decay, 0)  # log2(e) * G
