@@ -42,7 +42,8 @@ class Shape:
 
 QWEN, RANK = Shape(16, 32, 128, 128), Shape(4, 8, 128, 128)  # Qwen3-Next, on one of four ranks
 DENSE, SMALL, UNEVEN = Shape(16, 48, 128, 128), Shape(2, 2, 16, 16), Shape(1, 4, 64, 32)
-SHAPES = pytest.mark.parametrize("shape", [QWEN, RANK, DENSE, SMALL, UNEVEN], ids=str)
+OLMO = Shape(30, 30, 96, 192, beta_scale=2.0)  # Olmo-Hybrid-7B
+SHAPES = pytest.mark.parametrize("shape", [QWEN, RANK, DENSE, SMALL, UNEVEN, OLMO], ids=str)
 # inputs, state, tolerance relative to the largest value
 PRECISIONS = pytest.mark.parametrize(
     ("dtype", "state_dtype", "tolerance"),

@@ -82,16 +82,20 @@ def test_mamba2(
 
 @SEEDS
 @DTYPES
-@pytest.mark.parametrize(("heads", "k_heads", "dim"), [(4, 2, 128), (3, 1, 64), (4, 4, 16)])
+@pytest.mark.parametrize(
+    ("heads", "k_heads", "k_dim", "v_dim"),
+    [(4, 2, 128, 128), (3, 1, 64, 64), (4, 4, 16, 16), (3, 3, 96, 192)],
+)
 def test_gated_delta_rule(
-    heads: int, k_heads: int, dim: int, dtype: torch.dtype, seed: int
+    heads: int, k_heads: int, k_dim: int, v_dim: int, dtype: torch.dtype, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    constants = DeltaRuleConstants(-rand(heads), randn(heads))
-    k, v = (k_heads, dim), (heads, dim)
+    scale = 1.0 if k_dim == v_dim else 2.0
+    constants = DeltaRuleConstants(-rand(heads), randn(heads), beta_scale=scale)
+    k, v = (k_heads, k_dim), (heads, v_dim)
     shapes: list[tuple[int, ...]] = [k, k, v, (heads,), (heads,)]
     replay, chunk = TRITON_REPLAYS.gated_delta_rule, TRITON_REPLAYS.chunk
-    state = (heads, dim, dim)
+    state = (heads, v_dim, k_dim)
     kind = scan_kind(replay, DeltaRuleTokens, shapes, constants, state, [1, 2, 3, 4], chunk, dtype)
     Session(kind, LENGTHS, seed).check()
 

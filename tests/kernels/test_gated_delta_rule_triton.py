@@ -45,19 +45,25 @@ class Data:
 
     @classmethod
     def draw(
-        cls, tokens: int, k_heads: int = K_HEADS, seed: int = 0, beta_scale: float = 1.0
+        cls,
+        tokens: int,
+        k_heads: int = K_HEADS,
+        seed: int = 0,
+        beta_scale: float = 1.0,
+        k_dim: int = K_DIM,
+        v_dim: int = V_DIM,
     ) -> Data:
         """q, k, v, a and b are columns of one wider tensor, as in the model; keys are alike, one
         head hardly decays."""
         g = torch.Generator().manual_seed(seed)
-        widths = [k_heads * K_DIM, k_heads * K_DIM, HEADS * V_DIM, HEADS, HEADS, 4]
+        widths = [k_heads * k_dim, k_heads * k_dim, HEADS * v_dim, HEADS, HEADS, 4]
         q, k, v, a, b, _ = torch.randn(tokens, sum(widths), generator=g).split(widths, dim=1)
         k += 0.5
         b *= 2
         return cls(
-            q=q.unflatten(1, (k_heads, K_DIM)),
-            k=k.unflatten(1, (k_heads, K_DIM)),
-            v=v.unflatten(1, (HEADS, V_DIM)),
+            q=q.unflatten(1, (k_heads, k_dim)),
+            k=k.unflatten(1, (k_heads, k_dim)),
+            v=v.unflatten(1, (HEADS, v_dim)),
             a=a,
             b=b,
             A=torch.tensor([-0.01, -6.0]),
@@ -89,13 +95,15 @@ def token_loop(data: Data, state: Tensor) -> tuple[Tensor, list[Tensor]]:
         error = data.v[t].double() - (before * k[:, None]).sum(-1)
         added = data.beta_scale * torch.sigmoid(data.b[t].double())[:, None] * error
         states.append(before + added[:, :, None] * k[:, None])
-        outputs.append((states[-1] * q[:, None]).sum(-1) / K_DIM**0.5)
+        outputs.append((states[-1] * q[:, None]).sum(-1) / q.shape[1] ** 0.5)
     return torch.stack(outputs), states
 
 
-def poisoned(slots: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def poisoned(
+    slots: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = SHAPE
+) -> Tensor:
     """[slots, ...] of NaN, with a slot stride larger than a state."""
-    return torch.full((slots, 2, *SHAPE), float("nan"), dtype=dtype)[:, 1]
+    return torch.full((slots, 2, *shape), float("nan"), dtype=dtype)[:, 1]
 
 
 def run(
@@ -132,6 +140,33 @@ def test_one_sequence_equals_the_token_loop(length: int, chunk: int, tile: int) 
     close(y, expected)
     close(state[2], states[length])
     assert state[:2].isnan().all()
+
+
+@pytest.mark.parametrize("k_dim", [24, 40])
+def test_keys_and_values_may_have_dimensions_that_are_no_powers_of_two(k_dim: int) -> None:
+    """As in Olmo-Hybrid-7B, which has 96 and 192: a prompt, then a decode."""
+    dims: dict[str, int] = {"k_dim": k_dim, "v_dim": 48}
+    data, shape = Data.draw(41, **dims), (HEADS, 48, k_dim)
+    state = poisoned(5, shape=shape)
+    state[1] = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    y = run(data.rows(0, 40), [Segment(7, 40, 1, 2, [(32, 3)])], state)
+    expected, states = token_loop(data, state[1])
+    close(y, expected[:40])
+    close(state[2], states[40])
+    close(state[3], states[25])
+    last = data.rows(40, 41)
+    y = delta_rule.decode(*last.arguments(), state, DecodeSlots(int64([2]), int64([4])))
+    close(y, expected[40:])
+    close(state[4], states[41])
+    assert state[0].isnan().all()
+
+
+@pytest.mark.parametrize(("k_dim", "v_dim"), [(12, 32), (136, 32), (16, 24)])
+def test_dimensions_that_the_kernels_do_not_take_are_refused(k_dim: int, v_dim: int) -> None:
+    data = Data.draw(1, k_dim=k_dim, v_dim=v_dim)
+    state, slots = torch.zeros(2, HEADS, v_dim, k_dim), DecodeSlots(int64([1]), int64([1]))
+    with pytest.raises(ValueError, match=f"{k_dim} key and {v_dim} value dimensions"):
+        delta_rule.decode(*data.arguments(), state, slots)
 
 
 @pytest.mark.parametrize(("chunk", "tile"), TILES[:3])

@@ -64,7 +64,8 @@ def test_mamba2s_programs_may_have_any_rows(size: int, block_p: int) -> None:
 
 @A_THIRD
 @pytest.mark.parametrize(
-    ("k_dim", "block_v", "ring_length"), [(8, 16, 3), (64, 16, 5), (64, 8, 9), (16, None, 11)]
+    ("k_dim", "block_v", "ring_length"),
+    [(8, 16, 3), (64, 16, 5), (64, 8, 9), (16, None, 11), (40, None, 5)],
 )
 def test_the_delta_rules_programs_may_have_any_rows(
     k_dim: int, block_v: int | None, ring_length: int

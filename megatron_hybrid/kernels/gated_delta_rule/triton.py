@@ -38,6 +38,13 @@ from megatron_hybrid.kernels.devices import (
     row_strides,
 )
 from megatron_hybrid.kernels.gated_delta_rule.triton_decode import decode, decode_runs
+from megatron_hybrid.kernels.gated_delta_rule.triton_keys import (
+    check_dims,
+    load_keys,
+    of_keys,
+    rows_of,
+    store_keys,
+)
 from megatron_hybrid.kernels.gated_delta_rule.triton_prepare import invert_kernel, prepare_kernel
 from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens
@@ -81,18 +88,13 @@ def prefill(
     *,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """k_dim and v_dim must be powers of two from 16, k_dim at most 128. `tiling`: another than the
-    one that _tiling chooses."""
+    """`tiling`: another than the one that _tiling chooses."""
     y = checked_output(tokens, state, out)
     q, k, v, a, b = tokens
     q, k, v = aligned(q), aligned(k), aligned(v)
     count, heads, v_dim = v.shape
     k_heads, k_dim = k.shape[1:]
-    if min(k_dim, v_dim) < 16 or k_dim & (k_dim - 1) or v_dim & (v_dim - 1) or k_dim > 128:
-        raise ValueError(
-            f"Heads of the gated delta rule have {k_dim} key and {v_dim} value dimensions; the "
-            "Triton kernels take powers of two from 16, for keys up to 128."
-        )
+    keys = check_dims(k_dim, v_dim)
     s, chunk = plan
     sequences = s.start_position.shape[0]
     t = tiling or _tiling(v, s.longest)
@@ -113,7 +115,7 @@ def prefill(
         prepare_kernel[(heads // together, tiles)](
             q, k, a, b, constants.A, constants.dt_bias, r, weights, factors, decays, chunks,
             count, *row_strides(q, k, a, b), k_dim**-0.5,
-            K_DIM=k_dim, GROUP=group, HEADS=together, BETA=constants.beta_scale, **shape,
+            K_DIM=k_dim, KEYS=keys, GROUP=group, HEADS=together, BETA=constants.beta_scale, **shape,
             num_warps=4,
         )  # fmt: skip
         invert_kernel[(heads, tiles)](
@@ -122,7 +124,7 @@ def prefill(
     _walk_kernel[(v_dim // t.block_v, heads, sequences)](
         q, k, v, r, weights, factors, decays, state, y, count,
         *s.of_sequences, *row_strides(q, k, v, y, state), group, constants.rounding_seed,
-        K_DIM=k_dim, V_DIM=v_dim, TILE=tile, CHUNK=chunk, BLOCK_V=t.block_v,
+        K_DIM=k_dim, KEYS=keys, V_DIM=v_dim, TILE=tile, CHUNK=chunk, BLOCK_V=t.block_v,
         STAGES=t.walk_stages, SPLIT=split, num_warps=t.walk_warps,
     )  # fmt: skip
     return y
@@ -137,7 +139,7 @@ def _tiling(v: Tensor, longest: int) -> Tiling:
     # soon as it has issued them. A short sequence has few tiles: there other programs on the same
     # processor hide it, for which memory is left.
     stages = 3 if longest > 128 else 1
-    return Tiling(64, min(v_dim, 64), walk_warps=4, walk_stages=stages)
+    return Tiling(64, rows_of(v_dim, 64), walk_warps=4, walk_stages=stages)
 
 
 @_kernel
@@ -146,8 +148,8 @@ def _walk_kernel(
     cu_seqlens_ptr, start_ptr, read_ptr, write_ptr,
     cu_checkpoints_ptr, position_ptr, slot_ptr,
     q_row, k_row, v_row, y_row, state_slot, heads_per_key, seed,
-    K_DIM: tl.constexpr, V_DIM: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_V: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
+    K_DIM: tl.constexpr, KEYS: tl.constexpr, V_DIM: tl.constexpr, TILE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -161,7 +163,7 @@ def _walk_kernel(
     missing = cut_tiles * TILE - cut
 
     places = tl.arange(0, TILE)
-    n = tl.arange(0, K_DIM)
+    n = tl.arange(0, KEYS)
     p = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     row = head * tl.cast(tokens, tl.int64) + first_token
     at_key = head // heads_per_key * K_DIM
@@ -178,10 +180,11 @@ def _walk_kernel(
     in_state = head * (V_DIM * K_DIM) + p[:, None] * K_DIM + n[None, :]
 
     eye = tl.where(places[:, None] == places[None, :], 1.0, 0.0).to(q_ptr.dtype.element_ty)
-    s = tl.zeros([BLOCK_V, K_DIM], tl.float32)
+    s = tl.zeros([BLOCK_V, KEYS], tl.float32)
     read = tl.load(read_ptr + sequence).to(tl.int64)
     if read > 0:
-        s = tl.load(state_ptr + read * state_slot + in_state).to(tl.float32)
+        s_ptrs = state_ptr + read * state_slot + in_state
+        s = load_keys(s_ptrs, n[None, :], K_DIM, KEYS).to(tl.float32)
     first_checkpoint = tl.load(cu_checkpoints_ptr + sequence).to(tl.int32)
     checkpoints = tl.load(cu_checkpoints_ptr + sequence + 1).to(tl.int32) - first_checkpoint
     done = 0  # tiles
@@ -202,8 +205,9 @@ def _walk_kernel(
             valid = places < end - begin
             at = tl.cast(begin, tl.int64)
             rows = (at + places)[:, None]  # so that their offsets, too, are computed here
-            q = tl.load(q_ptr + rows * q_row + n[None, :], valid[:, None], 0.0)
-            k = tl.load(k_ptr + rows * k_row + n[None, :], valid[:, None], 0.0)
+            has_key = of_keys(valid[:, None], n[None, :], K_DIM, KEYS)
+            q = tl.load(q_ptr + rows * q_row + n[None, :], has_key, 0.0)
+            k = tl.load(k_ptr + rows * k_row + n[None, :], has_key, 0.0)
             weights = tl.load(weights_ptr + rows * TILE + places[None, :], valid[:, None], 0.0)
             r = tl.load(r_ptr + rows * R_ROW + in_r[None, :], valid[:, None], 0.0)
             v = tl.load(v_ptr + rows * v_row + p[None, :], valid[:, None], 0.0)
@@ -231,7 +235,6 @@ def _walk_kernel(
         done = until
         slot = tl.load(slot_at).to(tl.int64)
         if slot > 0:
-            tl.store(
-                state_ptr + slot * state_slot + in_state,
-                as_stored(s, state_ptr.dtype.element_ty, seed, start + length_then, in_state),
-            )
+            values = as_stored(s, state_ptr.dtype.element_ty, seed, start + length_then, in_state)
+            s_ptrs = state_ptr + slot * state_slot + in_state
+            store_keys(s_ptrs, values, n[None, :], K_DIM, KEYS)

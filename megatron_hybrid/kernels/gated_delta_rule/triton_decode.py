@@ -9,6 +9,13 @@ from torch import Tensor
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.devices import checked_output, row_strides
+from megatron_hybrid.kernels.gated_delta_rule.triton_keys import (
+    check_dims,
+    load_keys,
+    of_keys,
+    rows_of,
+    store_keys,
+)
 from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.mamba2_scan.triton_decode import LOG2_E, softplus, store_state
 from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens, Rings
@@ -33,10 +40,11 @@ def decode(
     y = checked_output(tokens, state, out)
     rows, heads, v_dim = tokens.v.shape
     k_heads, k_dim = tokens.k.shape[1:]
+    keys = check_dims(k_dim, v_dim)
     _decode_kernel[(v_dim // block_v, heads, rows)](
         *tokens, *constants[:2], state, y, plan.read_slot, plan.write_slot,
         *row_strides(*tokens, y, state), heads // k_heads, k_dim**-0.5,
-        K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=block_v, BETA=constants.beta_scale,
+        K_DIM=k_dim, KEYS=keys, V_DIM=v_dim, BLOCK_V=block_v, BETA=constants.beta_scale,
         num_warps=num_warps, **OPTIONS,
     )  # fmt: skip
     return y
@@ -58,19 +66,19 @@ def decode_runs(
     y = checked_output(tokens, state, out)
     count, heads, v_dim = tokens.v.shape
     k_heads, k_dim = tokens.k.shape[1:]
-    sequences = plan.read_slot.shape[0]
+    sequences, keys = plan.read_slot.shape[0], check_dims(k_dim, v_dim)
     if plan.most_unfolded is None or not 0 < plan.most_unfolded <= MOST_AT_ONCE:
         kernel, more, block_v = _runs_kernel, {}, 8
     else:
         kernel = _single_kernel
-        block_v = min(v_dim, max(4096 // k_dim, 8)) if block_v is None else block_v
-        more = {"MOST": plan.most_unfolded, "LANES": min(32, k_dim)}
+        block_v = rows_of(v_dim, max(4096 // keys, 8)) if block_v is None else block_v
+        more = {"MOST": plan.most_unfolded, "LANES": min(32, keys)}
     kernel[(v_dim // block_v, heads, sequences + 1)](
         *tokens, *constants[:2], state, *ring, y, *plan.tensors, count,
         *row_strides(*tokens, y, state), k_dim**-0.5, constants.rounding_seed,
         HEADS=heads, K_HEADS=k_heads, RING=ring[0].shape[1],
-        K_DIM=k_dim, V_DIM=v_dim, BLOCK_V=block_v, BETA=constants.beta_scale, num_warps=1,
-        **more, **OPTIONS,
+        K_DIM=k_dim, KEYS=keys, V_DIM=v_dim, BLOCK_V=block_v, BETA=constants.beta_scale,
+        num_warps=1, **more, **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -90,7 +98,8 @@ def _decode_kernel(
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, decay_ptr, bias_ptr,
     state_ptr, y_ptr, read_ptr, write_ptr,
     q_row, k_row, v_row, a_row, b_row, y_row, state_slot, heads_per_key, scale,
-    K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BETA: tl.constexpr,
+    K_DIM: tl.constexpr, KEYS: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BETA: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     head = tl.program_id(1)
@@ -98,7 +107,7 @@ def _decode_kernel(
     read = tl.load(read_ptr + row).to(tl.int64)
     write = tl.load(write_ptr + row).to(tl.int64)
     p = part * BLOCK_V + tl.arange(0, BLOCK_V)
-    n = tl.arange(0, K_DIM)
+    n = tl.arange(0, KEYS)
     y_ptrs = y_ptr + row * y_row + head * V_DIM + p
     if (read <= 0) & (write <= 0):
         wait_for_inputs()
@@ -108,14 +117,14 @@ def _decode_kernel(
     in_slot = head * (V_DIM * K_DIM) + p[:, None] * K_DIM + n[None, :]
     s = tl.load(
         state_ptr + read * state_slot + in_slot,
-        mask=(p < tl.where(read > 0, V_DIM, 0))[:, None],
+        mask=of_keys((p < tl.where(read > 0, V_DIM, 0))[:, None], n[None, :], K_DIM, KEYS),
         other=0.0,
     ).to(tl.float32)
     wait_for_inputs()  # the state was there before
     let_next_start()
     key_head = head // heads_per_key
-    q = tl.load(q_ptr + row * q_row + key_head * K_DIM + n).to(tl.float32)
-    k = tl.load(k_ptr + row * k_row + key_head * K_DIM + n).to(tl.float32)
+    q = load_keys(q_ptr + row * q_row + key_head * K_DIM + n, n, K_DIM, KEYS).to(tl.float32)
+    k = load_keys(k_ptr + row * k_row + key_head * K_DIM + n, n, K_DIM, KEYS).to(tl.float32)
     v = tl.load(v_ptr + row * v_row + head * V_DIM + p).to(tl.float32)
     a = tl.load(a_ptr + row * a_row + head)
     b = tl.load(b_ptr + row * b_row + head)
@@ -129,7 +138,7 @@ def _decode_kernel(
     tl.store(
         state_ptr + write * state_slot + in_slot,
         s.to(state_ptr.dtype.element_ty),
-        mask=(p < tl.where(write > 0, V_DIM, 0))[:, None],
+        mask=of_keys((p < tl.where(write > 0, V_DIM, 0))[:, None], n[None, :], K_DIM, KEYS),
     )
     y = tl.sum(s * q[None, :], 1)
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty))
@@ -154,14 +163,15 @@ def _runs_kernel(
     checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
     q_row, k_row, v_row, a_row, b_row, y_row, state_slot, scale, seed,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr,
-    K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BETA: tl.constexpr,
+    K_DIM: tl.constexpr, KEYS: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BETA: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     head = tl.program_id(1)
     sequence = tl.program_id(2)
     key_head = head // (HEADS // K_HEADS)
     p = part * BLOCK_V + tl.arange(0, BLOCK_V)
-    n = tl.arange(0, K_DIM)
+    n = tl.arange(0, KEYS)
     wait_for_inputs()
     begin = tl.load(cu_ptr + sequence)
     if sequence == tl.num_programs(2) - 1:  # the padding
@@ -181,41 +191,45 @@ def _runs_kernel(
     in_slot = head * (V_DIM * K_DIM) + p[:, None] * K_DIM + n[None, :]
     s = tl.load(
         state_ptr + read * state_slot + in_slot,
-        mask=(p < tl.where(read > 0, V_DIM, 0))[:, None],
+        mask=of_keys((p < tl.where(read > 0, V_DIM, 0))[:, None], n[None, :], K_DIM, KEYS),
         other=0.0,
     ).to(tl.float32)
+    of_state = p[:, None]
+    if KEYS != K_DIM:  # no row of a state has what is stored of the other columns
+        of_state = tl.where(n[None, :] < K_DIM, of_state, V_DIM)
 
     for earlier in range(position - unfolded, position):
         place = ring + earlier % RING
-        k = tl.load(ring_k_ptr + place * (K_HEADS * K_DIM) + key_head * K_DIM + n)
+        in_ring = place * (K_HEADS * K_DIM) + key_head * K_DIM
+        k = load_keys(ring_k_ptr + in_ring + n, n, K_DIM, KEYS)
         v = tl.load(ring_v_ptr + place * (HEADS * V_DIM) + head * V_DIM + p)
         a = tl.load(ring_a_ptr + place * HEADS + head)
         b = tl.load(ring_b_ptr + place * HEADS + head)
         s = _advance(s, k, v, a, b, decay_ptr, bias_ptr, head, BETA)
         if earlier + 1 == checkpoint_position:
             store_state(
-                state_ptr, checkpoint, state_slot, in_slot, s, p[:, None], seed, earlier + 1,
+                state_ptr, checkpoint, state_slot, in_slot, s, of_state, seed, earlier + 1,
                 V_DIM,
             )  # fmt: skip
     if begin == end:
-        store_state(state_ptr, write, state_slot, in_slot, s, p[:, None], seed, position, V_DIM)
+        store_state(state_ptr, write, state_slot, in_slot, s, of_state, seed, position, V_DIM)
     for token in range(begin, end):
         row = tl.cast(token, tl.int64)
-        k = tl.load(k_ptr + row * k_row + key_head * K_DIM + n)
+        k = load_keys(k_ptr + row * k_row + key_head * K_DIM + n, n, K_DIM, KEYS)
         v = tl.load(v_ptr + row * v_row + head * V_DIM + p)
         a = tl.load(a_ptr + row * a_row + head)
         b = tl.load(b_ptr + row * b_row + head)
         s = _advance(s, k, v, a, b, decay_ptr, bias_ptr, head, BETA)
-        q = tl.load(q_ptr + row * q_row + key_head * K_DIM + n).to(tl.float32)
+        q = load_keys(q_ptr + row * q_row + key_head * K_DIM + n, n, K_DIM, KEYS).to(tl.float32)
         q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * scale
         y = tl.sum(s * q[None, :], 1)
         tl.store(y_ptr + row * y_row + head * V_DIM + p, y.to(y_ptr.dtype.element_ty))
         if token == begin:
             after = position + 1
-            store_state(state_ptr, write, state_slot, in_slot, s, p[:, None], seed, after, V_DIM)
+            store_state(state_ptr, write, state_slot, in_slot, s, of_state, seed, after, V_DIM)
             if after == checkpoint_position:
                 store_state(
-                    state_ptr, checkpoint, state_slot, in_slot, s, p[:, None], seed, after, V_DIM
+                    state_ptr, checkpoint, state_slot, in_slot, s, of_state, seed, after, V_DIM
                 )
         if (token > begin) | (write <= 0):
             place = ring + (position + token - begin) % RING
@@ -224,13 +238,21 @@ def _runs_kernel(
                 tl.store(ring_a_ptr + place * HEADS + head, a)
                 tl.store(ring_b_ptr + place * HEADS + head, b)
                 if head % (HEADS // K_HEADS) == 0:
-                    tl.store(ring_k_ptr + place * (K_HEADS * K_DIM) + key_head * K_DIM + n, k)
+                    in_ring = place * (K_HEADS * K_DIM) + key_head * K_DIM
+                    store_keys(ring_k_ptr + in_ring + n, k, n, K_DIM, KEYS)
 
 
 @triton.jit
 def _load_if(ptrs, number):
     """Zeros unless the number is above 0."""
     return tl.load(ptrs, mask=tl.zeros(ptrs.shape, tl.int32) < number, other=0.0)
+
+
+@triton.jit
+def _load_keys_if(ptrs, number, n, K_DIM: tl.constexpr, KEYS: tl.constexpr):
+    """The same of columns n of KEYS."""
+    mask = of_keys(tl.zeros(ptrs.shape, tl.int32) < number, n, K_DIM, KEYS)
+    return tl.load(ptrs, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -272,10 +294,12 @@ def _next(s, k, v, a, b, decay_ptr, bias_ptr, head, BETA: tl.constexpr):
 
 
 @triton.jit
-def _store_part(state_ptr, begin, in_part, s, seed, position):
+def _store_part(
+    state_ptr, begin, in_part, s, seed, position, n, K_DIM: tl.constexpr, KEYS: tl.constexpr
+):  # fmt: skip
     """A part of a slot's state, which begins there, after so many tokens."""
     values = as_stored(s, state_ptr.dtype.element_ty, seed, position, begin + in_part)
-    tl.store(state_ptr + begin + in_part, values)
+    store_keys(state_ptr + begin + in_part, values, n[None, :, :], K_DIM, KEYS)
 
 
 @launched(do_not_specialize=["tokens"])
@@ -286,8 +310,8 @@ def _single_kernel(
     checkpoint_position_ptr, checkpoint_slot_ptr, tokens,
     q_row, k_row, v_row, a_row, b_row, y_row, state_slot, scale, seed,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr, MOST: tl.constexpr,
-    K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BETA: tl.constexpr,
-    LANES: tl.constexpr,
+    K_DIM: tl.constexpr, KEYS: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BETA: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Of sequences of one token each. Where no state is written, none is formed, and the one that
     is read is multiplied by one vector, however many tokens are unfolded. For with S' the state
@@ -328,11 +352,11 @@ def _single_kernel(
     if (unfolded + count == 0) & (write <= 0):
         return
 
-    n = tl.arange(0, K_DIM // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    n = tl.arange(0, KEYS // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     in_k = key_head * K_DIM
     in_part = p[:, None, None] * K_DIM + n[None, :, :]
     s_ptrs = state_ptr + (read * state_slot + in_v * K_DIM) + in_part
-    s = _load_if(s_ptrs, read).to(tl.float32)
+    s = _load_keys_if(s_ptrs, read, n[None, :, :], K_DIM, KEYS).to(tl.float32)
     # What is unfolded, all of it in flight at once, where no state is written.
     kept = tl.where(write > 0, 0, unfolded)
     old_k, old_v, old_a, old_b = (), (), (), ()
@@ -340,7 +364,7 @@ def _single_kernel(
         place = ring + (first + j) % RING
         k_ptrs = ring_k_ptr + (place * (K_HEADS * K_DIM) + in_k) + n
         v_ptrs = ring_v_ptr + (place * (HEADS * V_DIM) + in_v) + p
-        old_k += (_load_if(k_ptrs, kept - j),)
+        old_k += (_load_keys_if(k_ptrs, kept - j, n, K_DIM, KEYS),)
         old_v += (_load_if(v_ptrs, kept - j),)
         old_a += (tl.load(ring_a_ptr + place * HEADS + head, mask=j < kept, other=0.0),)
         old_b += (tl.load(ring_b_ptr + place * HEADS + head, mask=j < kept, other=0.0),)
@@ -348,8 +372,8 @@ def _single_kernel(
     wait_for_inputs()  # all that was there before
     row = tl.cast(begin, tl.int64)
     is_there = count > 0
-    new_k = _load_if(k_ptr + (row * k_row + in_k) + n, count)
-    q = _load_if(q_ptr + (row * q_row + in_k) + n, count)
+    new_k = _load_keys_if(k_ptr + (row * k_row + in_k) + n, count, n, K_DIM, KEYS)
+    q = _load_keys_if(q_ptr + (row * q_row + in_k) + n, count, n, K_DIM, KEYS)
     new_v = _load_if(v_ptr + (row * v_row + in_v) + p, count)
     new_a = tl.load(a_ptr + row * a_row + head, mask=is_there, other=0.0)
     new_b = tl.load(b_ptr + row * b_row + head, mask=is_there, other=0.0)
@@ -371,24 +395,24 @@ def _single_kernel(
     else:
         for earlier in range(first, position):
             place = ring + earlier % RING
-            k = tl.load(ring_k_ptr + (place * (K_HEADS * K_DIM) + in_k) + n)
+            k = load_keys(ring_k_ptr + (place * (K_HEADS * K_DIM) + in_k) + n, n, K_DIM, KEYS)
             v = tl.load(ring_v_ptr + (place * (HEADS * V_DIM) + in_v) + p)
             a = tl.load(ring_a_ptr + place * HEADS + head)
             b = tl.load(ring_b_ptr + place * HEADS + head)
             s = _next(s, k, v, a, b, decay_ptr, bias_ptr, head, BETA)
             if has_checkpoint & (earlier - first + 1 == tokens_in):
                 to_slot = state_ptr + checkpoint * state_slot
-                _store_part(to_slot, in_v * K_DIM, in_part, s, seed, earlier + 1)
+                _store_part(to_slot, in_v * K_DIM, in_part, s, seed, earlier + 1, n, K_DIM, KEYS)
         if is_there:
             s = _next(s, new_k, new_v, new_a, new_b, decay_ptr, bias_ptr, head, BETA)
             tl.store(y_ptrs, _times(s, q).to(y_ptr.dtype.element_ty))
         after = position + count
         if write > 0:
             to_slot = state_ptr + write * state_slot
-            _store_part(to_slot, in_v * K_DIM, in_part, s, seed, after)
+            _store_part(to_slot, in_v * K_DIM, in_part, s, seed, after, n, K_DIM, KEYS)
         if is_there & has_checkpoint & (tokens_in == unfolded + 1):
             to_slot = state_ptr + checkpoint * state_slot
-            _store_part(to_slot, in_v * K_DIM, in_part, s, seed, after)
+            _store_part(to_slot, in_v * K_DIM, in_part, s, seed, after, n, K_DIM, KEYS)
     if is_there & (write <= 0):
         place = ring + position % RING
         tl.store(ring_v_ptr + (place * (HEADS * V_DIM) + in_v) + p, new_v)
@@ -396,4 +420,5 @@ def _single_kernel(
             tl.store(ring_a_ptr + place * HEADS + head, new_a)
             tl.store(ring_b_ptr + place * HEADS + head, new_b)
             if head % (HEADS // K_HEADS) == 0:
-                tl.store(ring_k_ptr + (place * (K_HEADS * K_DIM) + in_k) + n, new_k)
+                k_ptrs = ring_k_ptr + (place * (K_HEADS * K_DIM) + in_k) + n
+                store_keys(k_ptrs, new_k, n, K_DIM, KEYS)

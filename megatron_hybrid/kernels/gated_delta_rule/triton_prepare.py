@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from megatron_hybrid.kernels.gated_delta_rule.triton_decode import EPS, gates
+from megatron_hybrid.kernels.gated_delta_rule.triton_keys import of_keys
 from megatron_hybrid.kernels.launching import launched
 
 _kernel = launched(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["cu_chunks_ptr"])
@@ -37,7 +38,7 @@ def prepare_kernel(
     q_ptr, k_ptr, a_ptr, b_ptr, decay_ptr, bias_ptr,
     r_ptr, weights_ptr, factors_ptr, decays_ptr, cu_chunks_ptr, tokens,
     q_row, k_row, a_row, b_row, scale,
-    K_DIM: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+    K_DIM: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
     SPLIT: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BETA: tl.constexpr,
 ):  # fmt: skip
     """M and P of a tile and HEADS value heads of a key head, of which it has GROUP, and the factors
@@ -50,12 +51,13 @@ def prepare_kernel(
     R_ROW: tl.constexpr = TILE * 2 if SPLIT else TILE
     places = tl.arange(0, TILE)
     valid = places < length
-    n = tl.arange(0, K_DIM)
+    n = tl.arange(0, KEYS)
     at_key = head // GROUP * K_DIM
     q_ptr += begin * q_row + at_key
     k_ptr += begin * k_row + at_key
-    q = tl.load(q_ptr + places[:, None] * q_row + n[None, :], valid[:, None], 0.0)
-    k = tl.load(k_ptr + places[:, None] * k_row + n[None, :], valid[:, None], 0.0)
+    has_key = of_keys(valid[:, None], n[None, :], K_DIM, KEYS)
+    q = tl.load(q_ptr + places[:, None] * q_row + n[None, :], has_key, 0.0)
+    k = tl.load(k_ptr + places[:, None] * k_row + n[None, :], has_key, 0.0)
     qk = tl.dot(q, tl.trans(k), input_precision="ieee")
     kk = tl.dot(k, tl.trans(k), input_precision="ieee")
     q32 = q.to(tl.float32)

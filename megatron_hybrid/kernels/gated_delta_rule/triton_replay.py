@@ -17,6 +17,12 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.devices import aligned, checked_output, row_strides
+from megatron_hybrid.kernels.gated_delta_rule.triton_keys import (
+    check_dims,
+    load_keys,
+    of_keys,
+    store_keys,
+)
 from megatron_hybrid.kernels.gated_delta_rule.triton_replay_prepare import (
     chunks_of,
     prepare_replay_kernel,
@@ -56,18 +62,13 @@ def run(
     *,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """As in Replay. k_dim and v_dim are powers of two from 16, k_dim at most 128; rings are
-    contiguous. `tiling`: another than tiling_of's, for whose bits nothing is promised."""
+    """As in Replay. Rings are contiguous. `tiling`: another than tiling_of's, for whose bits
+    nothing is promised."""
     y = checked_output(tokens, state, out)
     q, k, v = aligned(tokens.q), aligned(tokens.k), aligned(tokens.v)
     a, b = tokens.a, tokens.b
     count, heads, v_dim = v.shape
     k_heads, k_dim = k.shape[1:]
-    if min(k_dim, v_dim) < 16 or k_dim & (k_dim - 1) or v_dim & (v_dim - 1) or k_dim > 128:
-        raise ValueError(
-            f"Heads of the gated delta rule have {k_dim} key and {v_dim} value dimensions; the "
-            "Triton kernels take powers of two from 16, for keys up to 128."
-        )
     sequences, group = plan.sequences, heads // k_heads
     split = v.dtype != torch.float32
     # A sequence has at most two chunks that it does not fill.
@@ -82,8 +83,8 @@ def run(
     together = 2 if split and group % 2 == 0 and not few else 1
     ring_k, ring_v, ring_a, ring_b = ring
     sizes = {
-        "HEADS": heads, "K_HEADS": k_heads, "RING": ring_k.shape[1], "K_DIM": k_dim, "TILE": TILE,
-        "SPLIT": split,
+        "HEADS": heads, "K_HEADS": k_heads, "RING": ring_k.shape[1], "K_DIM": k_dim,
+        "KEYS": check_dims(k_dim, v_dim), "TILE": TILE, "SPLIT": split,
     }  # fmt: skip
     prepare_replay_kernel[(heads // together, tiles)](
         q, k, a, b, constants.A, constants.dt_bias, ring_k, ring_a, ring_b,
@@ -117,7 +118,8 @@ def _walk_kernel(
     position_ptr, slot_ptr, tokens, sequences, is_prompt,
     q_row, k_row, v_row, a_row, b_row, y_row, state_slot,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr, K_DIM: tl.constexpr,
-    TILE: tl.constexpr, SPLIT: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    KEYS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
@@ -135,11 +137,12 @@ def _walk_kernel(
         chunks = chunks_of(cu_ptr, start_ptr, unfolded_ptr, i, sequence, is_prompt, TILE)
         index += tl.sum(chunks, 0)
     read = tl.load(read_ptr + sequence).to(tl.int64)
-    n = tl.arange(0, K_DIM)
+    n = tl.arange(0, KEYS)
     in_state = head * (V_DIM * K_DIM) + p[:, None] * K_DIM + n[None, :]
-    s = tl.zeros([BLOCK_V, K_DIM], tl.float32)
+    s = tl.zeros([BLOCK_V, KEYS], tl.float32)
     if read > 0:
-        s = tl.load(state_ptr + read * state_slot + in_state).to(tl.float32)
+        s_ptrs = state_ptr + read * state_slot + in_state
+        s = load_keys(s_ptrs, n[None, :], K_DIM, KEYS).to(tl.float32)
     key_head = head // (HEADS // K_HEADS)
     R_ROW: tl.constexpr = TILE * 2 if SPLIT else TILE
     origin = begin - start  # the row at which position 0 would lie
@@ -166,7 +169,7 @@ def _walk_kernel(
             s.to(q_ptr.dtype.element_ty), q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, r_ptr,
             weights_ptr, factors_ptr,
             decays_ptr, eye, t0, first, start, end, p, n, q_row, k_row, v_row,
-            HEADS, K_HEADS, RING, K_DIM, V_DIM, TILE, SPLIT, True,
+            HEADS, K_HEADS, RING, K_DIM, KEYS, V_DIM, TILE, SPLIT, True,
         )  # fmt: skip
         _store(y_ptr, y, t0, start, end, p, y_row, TILE)
         s = tl.dot(added, k, s * decay, input_precision="ieee")
@@ -191,18 +194,19 @@ def _walk_kernel(
                 s.to(q_ptr.dtype.element_ty), q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, r_ptr,
                 weights_ptr, factors_ptr,
                 decays_ptr, eye, t, first, start, end, p, n, q_row, k_row, v_row,
-                HEADS, K_HEADS, RING, K_DIM, V_DIM, TILE, SPLIT, False,
+                HEADS, K_HEADS, RING, K_DIM, KEYS, V_DIM, TILE, SPLIT, False,
             )  # fmt: skip
             _store(y_ptr, y, t, start, end, p, y_row, TILE)
             s = tl.dot(added, k, s * decay, input_precision="ieee")
         if slot > 0:
-            tl.store(state_ptr + slot * state_slot + in_state, s.to(state_ptr.dtype.element_ty))
+            s_ptrs = state_ptr + slot * state_slot + in_state
+            store_keys(s_ptrs, s.to(state_ptr.dtype.element_ty), n[None, :], K_DIM, KEYS)
     for t in range(last // TILE, tl.cdiv(end, TILE)):
         k, v, y, added, decay = _tile(
             s.to(q_ptr.dtype.element_ty), q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, r_ptr,
             weights_ptr, factors_ptr,
             decays_ptr, eye, t, first, start, end, p, n, q_row, k_row, v_row,
-            HEADS, K_HEADS, RING, K_DIM, V_DIM, TILE, SPLIT, True,
+            HEADS, K_HEADS, RING, K_DIM, KEYS, V_DIM, TILE, SPLIT, True,
         )  # fmt: skip
         _store(y_ptr, y, t, start, end, p, y_row, TILE)
         if is_prompt == 0:
@@ -220,7 +224,7 @@ def _walk_kernel(
                 tl.store(ring_b_ptr + for_ring, b, mask=is_own)
                 if head % (HEADS // K_HEADS) == 0:
                     to_k = ring_k_ptr + (place * (K_HEADS * K_DIM))[:, None] + n[None, :]
-                    tl.store(to_k, k, mask=is_own[:, None])
+                    tl.store(to_k, k, mask=of_keys(is_own[:, None], n[None, :], K_DIM, KEYS))
         if (t + 1) * TILE < end:
             s = tl.dot(added, k, s * decay, input_precision="ieee")
 
@@ -233,7 +237,8 @@ def _decode_kernel(
     position_ptr, slot_ptr, tokens, sequences, is_prompt,
     q_row, k_row, v_row, a_row, b_row, y_row, state_slot,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr, K_DIM: tl.constexpr,
-    TILE: tl.constexpr, SPLIT: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    KEYS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Of sequences of one token, or none, all of whose chunk is in the ring. states: a tensor
     descriptor, of all rows of all states."""
@@ -250,14 +255,14 @@ def _decode_kernel(
     checkpoint = tl.load(slot_ptr + sequence).to(tl.int64)
     checkpoint_position = tl.load(position_ptr + sequence)
     begin, start, end, first, last = of_sequence(cu_ptr, start_ptr, unfolded_ptr, sequence, 0, TILE)
-    n = tl.arange(0, K_DIM)
+    n = tl.arange(0, KEYS)
     in_state = head * (V_DIM * K_DIM) + p[:, None] * K_DIM + n[None, :]
     key_head = head // (HEADS // K_HEADS)
     t = first // TILE
     old_k, old_v = _replayed(
         ring_k_ptr + ring * (K_HEADS * K_DIM) + key_head * K_DIM,
         ring_v_ptr + ring * (HEADS * V_DIM) + head * V_DIM,
-        t, first, start, p, n, HEADS, K_HEADS, RING, K_DIM, V_DIM, TILE,
+        t, first, start, p, n, HEADS, K_HEADS, RING, K_DIM, KEYS, V_DIM, TILE,
     )  # fmt: skip
     first_row = (read.to(tl.int32) * HEADS + head) * V_DIM + tl.program_id(0) * BLOCK_V
     is_read = p[:, None] < tl.where(read > 0, V_DIM, 0)
@@ -270,7 +275,8 @@ def _decode_kernel(
     origin = begin - start
     q, k, v = _own(
         q_ptr + origin * q_row + key_head * K_DIM, k_ptr + origin * k_row + key_head * K_DIM,
-        v_ptr + origin * v_row + head * V_DIM, t, start, end, p, n, q_row, k_row, v_row, TILE,
+        v_ptr + origin * v_row + head * V_DIM, t, start, end, p, n, q_row, k_row, v_row,
+        K_DIM, KEYS, TILE,
     )  # fmt: skip
     places = tl.arange(0, TILE)
     at = t * TILE + places
@@ -297,7 +303,8 @@ def _decode_kernel(
             tl.store(ring_b_ptr + here, tl.load(b_ptr + row * b_row + head))
             if head % (HEADS // K_HEADS) == 0:
                 to_k = ring_k_ptr + (place * (K_HEADS * K_DIM))[:, None] + key_head * K_DIM
-                tl.store(to_k + n[None, :], k, mask=is_own[:, None])
+                has_own = of_keys(is_own[:, None], n[None, :], K_DIM, KEYS)
+                tl.store(to_k + n[None, :], k, mask=has_own)
     if is_complete | (write != read):
         # Loaded once more: kept, it would take the registers of other programs.
         s = tl.where(is_read, states.load([first_row, 0]).to(tl.float32), 0.0)
@@ -305,9 +312,11 @@ def _decode_kernel(
             s = tl.dot(added, k, s * decay, input_precision="ieee")
         values = s.to(state_ptr.dtype.element_ty)
         if write > 0:
-            tl.store(state_ptr + write * state_slot + in_state, values)
+            s_ptrs = state_ptr + write * state_slot + in_state
+            store_keys(s_ptrs, values, n[None, :], K_DIM, KEYS)
         if (checkpoint > 0) & (checkpoint_position > first) & (checkpoint_position <= last):
-            tl.store(state_ptr + checkpoint * state_slot + in_state, values)
+            s_ptrs = state_ptr + checkpoint * state_slot + in_state
+            store_keys(s_ptrs, values, n[None, :], K_DIM, KEYS)
 
 
 @triton.jit
@@ -315,17 +324,19 @@ def _tile(
     before, q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, r_ptr, weights_ptr, factors_ptr,
     decays_ptr, eye, t, first, start, end, p, n, q_row, k_row, v_row,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr, K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, REPLAYS: tl.constexpr,
+    KEYS: tl.constexpr, V_DIM: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    REPLAYS: tl.constexpr,
 ):  # fmt: skip
     """_chunk of what the call and, where it REPLAYS, the ring have of a chunk; and k [TILE, n] and
     v [TILE, p] as they came."""
-    q, k, v = _own(q_ptr, k_ptr, v_ptr, t, start, end, p, n, q_row, k_row, v_row, TILE)
+    q, k, v = _own(q_ptr, k_ptr, v_ptr, t, start, end, p, n, q_row, k_row, v_row, K_DIM, KEYS, TILE)
     if REPLAYS:
         at = t * TILE + tl.arange(0, TILE)
         own = (at >= start) & (at < end)
         old_k, old_v = _replayed(
-            ring_k_ptr, ring_v_ptr, t, first, start, p, n, HEADS, K_HEADS, RING, K_DIM, V_DIM, TILE
-        )
+            ring_k_ptr, ring_v_ptr, t, first, start, p, n,
+            HEADS, K_HEADS, RING, K_DIM, KEYS, V_DIM, TILE,
+        )  # fmt: skip
         k = tl.where(own[:, None], k, old_k)
         v = tl.where(own[:, None], v, old_v)
     y, added, decay = _chunk(
@@ -335,14 +346,18 @@ def _tile(
 
 
 @triton.jit
-def _own(q_ptr, k_ptr, v_ptr, t, start, end, p, n, q_row, k_row, v_row, TILE: tl.constexpr):
+def _own(
+    q_ptr, k_ptr, v_ptr, t, start, end, p, n, q_row, k_row, v_row,
+    K_DIM: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """What the call has of a chunk: q and k [TILE, n], v [TILE, p]; zeros else."""
     places = tl.arange(0, TILE)
     at = t * TILE + places
     own = ((at >= start) & (at < end))[:, None]
     rows = (tl.cast(t * TILE, tl.int64) + places)[:, None]
-    q = tl.load(q_ptr + rows * q_row + n[None, :], own, 0.0)
-    k = tl.load(k_ptr + rows * k_row + n[None, :], own, 0.0)
+    has_own = of_keys(own, n[None, :], K_DIM, KEYS)
+    q = tl.load(q_ptr + rows * q_row + n[None, :], has_own, 0.0)
+    k = tl.load(k_ptr + rows * k_row + n[None, :], has_own, 0.0)
     return q, k, tl.load(v_ptr + rows * v_row + p[None, :], own, 0.0)
 
 
@@ -350,13 +365,14 @@ def _own(q_ptr, k_ptr, v_ptr, t, start, end, p, n, q_row, k_row, v_row, TILE: tl
 def _replayed(
     ring_k_ptr, ring_v_ptr, t, first, start, p, n,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr, K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr, TILE: tl.constexpr,
+    KEYS: tl.constexpr, V_DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """What the ring has of a chunk: k [TILE, n], v [TILE, p]; zeros else."""
     at = t * TILE + tl.arange(0, TILE)
     old = ((at >= first) & (at < start))[:, None]
     place = (at % RING)[:, None]
-    k = tl.load(ring_k_ptr + place * (K_HEADS * K_DIM) + n[None, :], old, 0.0)
+    has_old = of_keys(old, n[None, :], K_DIM, KEYS)
+    k = tl.load(ring_k_ptr + place * (K_HEADS * K_DIM) + n[None, :], has_old, 0.0)
     return k, tl.load(ring_v_ptr + place * (HEADS * V_DIM) + p[None, :], old, 0.0)
 
 

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from megatron_hybrid.kernels.dependent_launch import let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.gated_delta_rule.triton_decode import EPS, gates
+from megatron_hybrid.kernels.gated_delta_rule.triton_keys import of_keys
 from megatron_hybrid.kernels.gated_delta_rule.triton_prepare import inverse, store_r
 from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.replay_triton.segments import POINTERS, of_sequence
@@ -47,7 +48,8 @@ def prepare_replay_kernel(
     position_ptr, slot_ptr, sequences, is_prompt,
     q_row, k_row, a_row, b_row, scale,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr, K_DIM: tl.constexpr,
-    TILE: tl.constexpr, SPLIT: tl.constexpr, TOGETHER: tl.constexpr, BETA: tl.constexpr,
+    KEYS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, TOGETHER: tl.constexpr,
+    BETA: tl.constexpr,
 ):  # fmt: skip
     """R beta and P of a chunk and TOGETHER value heads of a key head, and the factors of the walk:
     of each token exp(G) for q and for k, and exp(G[last] - G) for k, all over the length of q or k;
@@ -69,15 +71,17 @@ def prepare_replay_kernel(
     valid = own | old
     row = begin + (at - start)
     in_ring = ring + at % RING
-    n = tl.arange(0, K_DIM)
+    n = tl.arange(0, KEYS)
     at_key = head // (HEADS // K_HEADS) * K_DIM
+    has_old = of_keys(old[:, None], n[None, :], K_DIM, KEYS)
+    has_own = of_keys(own[:, None], n[None, :], K_DIM, KEYS)
     old_k = tl.load(
-        ring_k_ptr + in_ring[:, None] * (K_HEADS * K_DIM) + at_key + n[None, :], old[:, None], 0.0
+        ring_k_ptr + in_ring[:, None] * (K_HEADS * K_DIM) + at_key + n[None, :], has_old, 0.0
     )
     wait_for_inputs()  # the ring was there before
     let_next_start()
-    q = tl.load(q_ptr + row[:, None] * q_row + at_key + n[None, :], own[:, None], 0.0)
-    own_k = tl.load(k_ptr + row[:, None] * k_row + at_key + n[None, :], own[:, None], 0.0)
+    q = tl.load(q_ptr + row[:, None] * q_row + at_key + n[None, :], has_own, 0.0)
+    own_k = tl.load(k_ptr + row[:, None] * k_row + at_key + n[None, :], has_own, 0.0)
     k = tl.where(own[:, None], own_k, old_k)
     qk = tl.dot(q, tl.trans(k), input_precision="ieee")
     kk = tl.dot(k, tl.trans(k), input_precision="ieee")

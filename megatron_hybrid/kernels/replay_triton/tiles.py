@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_hybrid.kernels.contract import DecodeRuns, PrefillSegments
+from megatron_hybrid.kernels.launching import next_power_of_2
 from megatron_hybrid.kernels.replay_triton.segments import ReplaySegments
 
 TILE = 16
@@ -36,14 +37,15 @@ def tiling_of(rows: int, dtype: torch.dtype, is_single: bool) -> Tiling:
     these alone."""
     if dtype == torch.float32:  # no tensor cores
         return Tiling(min(rows, 16), 4)
-    return Tiling(min(rows, 64), 4, 1 if is_single else 3)
+    return Tiling(min(rows & -rows, 64), 4, 1 if is_single else 3)  # a power of two divides them
 
 
 def rows_of(state: Tensor, rows: int) -> TensorDescriptor:
-    """So many rows of states [slots, heads, rows, columns] at a time, which come by TMA."""
+    """So many rows of states [slots, heads, rows, columns] at a time, which come by TMA; zeros
+    behind their columns, up to a power of two."""
     columns = state.shape[-1]
     every = state.view(-1, columns)
-    return TensorDescriptor(every, [*every.shape], [columns, 1], [rows, columns])
+    return TensorDescriptor(every, [*every.shape], [columns, 1], [rows, next_power_of_2(columns)])
 
 
 @triton.jit
