@@ -58,6 +58,18 @@ _DELTA_NET: dict[str, Any] = {
         "partial_rotary_factor": 0.25,
     },
 }  # fmt: skip
+_OLMO_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": [
+        "linear_attention", "full_attention", "linear_attention", "linear_attention",
+    ],
+    "intermediate_size": 96,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 48,
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
+}  # fmt: skip
 _SHORT_CONV: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["conv", "full_attention", "conv", "conv"],
@@ -184,6 +196,7 @@ TINY: dict[str, Tiny] = {
     ),
     "qwen3_5": Tiny("Qwen3_5", _DELTA_NET, "chunk_size", text=True),
     "qwen3_5_moe": Tiny("Qwen3_5Moe", _DELTA_NET | _EXPERTS, "chunk_size", text=True),
+    "olmo_hybrid": Tiny("OlmoHybrid", _OLMO_HYBRID, "chunk_size"),
     "lfm2": Tiny("Lfm2", _SHORT_CONV | {"block_multiple_of": 8}),
     "lfm2_moe": Tiny(
         "Lfm2Moe", _SHORT_CONV | _EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.5}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tests.tiny_families import TINY
@@ -56,7 +57,22 @@ def make_tiny_model(
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     model.eval()
     model.save_pretrained(folder)
+    if family == "olmo_hybrid":
+        _split_convolutions(Path(folder) / "model.safetensors")
     return model
+
+
+def _split_convolutions(path: Path) -> None:
+    """As the released checkpoints have them: transformers 5.24 writes a convolution of q, k and v
+    in three equal parts, whatever their sizes are."""
+    weights = load_file(path)
+    for name in [name for name in weights if name.endswith("q_conv1d.weight")]:
+        layer = name.removesuffix("q_conv1d.weight")
+        names = [f"{layer}{kind}_conv1d.weight" for kind in "qkv"]
+        sizes = [len(weights[f"{layer}{kind}_proj.weight"]) for kind in "qkv"]
+        whole = torch.cat([weights[name] for name in names])
+        weights |= dict(zip(names, map(torch.Tensor.clone, whole.split(sizes)), strict=True))
+    save_file(weights, path, {"format": "pt"})
 
 
 def draw(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -193,11 +193,17 @@ class _Split(NamedTuple):
 
     @classmethod
     def of_weight(cls, parts: Parts, *roles: str, each: int = 1) -> _Split:
-        """As a weight's rows, of which `each` make one."""
-        found = [(part.source[0], part.shape[0]) for part in parts if part.role in roles]
-        assert found, f"the layer has none of {', '.join(roles)}"
-        runs = tuple((own.start // each, (own.stop - own.start) // each) for own, _ in found)
-        return cls(runs, found[0][1] // each)
+        """As the rows of a weight, or of several, one below the other; `each` make one."""
+        begins, total, runs = dict[str, int](), 0, list[tuple[int, int]]()
+        for part in parts:
+            if part.role in roles:
+                own = part.source[0]
+                if part.role not in begins:
+                    begins[part.role], total = total, total + part.shape[0]
+                begin = begins[part.role] + own.start
+                runs.append((begin // each, (own.stop - own.start) // each))
+        assert runs, f"the layer has none of {', '.join(roles)}"
+        return cls(tuple(runs), total // each)
 
 
 def _part(layer: int, name: str, rows: Tensor, split: _Split, axis: int = 0) -> PagePart:
@@ -267,7 +273,8 @@ def _channels(layer: RecurrentMixer) -> _Split:
     parts = list(layer.weight_parts())
     if not parts:  # a Delay, whose convolution is no weight: every rank has all of it
         return _Split.whole(layer.spec.conv_shape[0])
-    return _Split.of_weight(iter(parts), "conv1d.weight", "conv.weight")
+    roles = "conv1d", "conv", "q_conv1d", "k_conv1d", "v_conv1d"  # each layer has some of these
+    return _Split.of_weight(iter(parts), *(f"{role}.weight" for role in roles))
 
 
 def _recurrence(layer: RecurrentMixer) -> _Split:

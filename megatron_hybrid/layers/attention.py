@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import FP8, AttentionShape, KVCache, PagedSequences
@@ -13,7 +14,16 @@ from megatron_hybrid.layers.inputs import KVSpec, LayerCaches
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
 from megatron_hybrid.layers.norm import RMSNorm
-from megatron_hybrid.layers.parts import Parts, Rows, fused, prefixed, row_parallel
+from megatron_hybrid.layers.parts import (
+    Part,
+    Parts,
+    Rows,
+    WeightPart,
+    fused,
+    prefixed,
+    row_parallel,
+    section,
+)
 from megatron_hybrid.layers.rope import RopeConfig
 
 
@@ -29,6 +39,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False  # RMS norm of each head of q and k, before the rotation
+    norm_over_heads: bool = False  # of q and of k one norm over all their heads instead
     zero_centered_norm: bool = False  # see RMSNorm
     key_multiplier: float = 1.0  # of keys; it is a factor of `scale`, and they are stored without
     output_gate: bool = False  # sigmoid(gate) of each output; q_proj has q, gate of head by head
@@ -73,9 +84,10 @@ class Attention(Mixer):
         self.o_proj = context.to_hidden(queries, config.output_bias)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
+            sizes = (queries, keys) if config.norm_over_heads else (config.head_dim,) * 2
             self.q_norm, self.k_norm = (
-                RMSNorm(config.head_dim, context.eps, context.dtype, config.zero_centered_norm)
-                for _ in "qk"
+                RMSNorm(size, context.eps, context.dtype, config.zero_centered_norm)
+                for size in sizes
             )
 
     @property
@@ -111,9 +123,13 @@ class Attention(Mixer):
         config = self.config
         yield from fused(self._qkv_rows(), self.qkv_proj, config.input_multiplier)
         yield from row_parallel("o_proj", self.o_proj, config.out_multiplier)
-        if self.q_norm is not None and self.k_norm is not None:
-            yield from prefixed("q_norm", self.q_norm.weight_parts())
-            yield from prefixed("k_norm", self.k_norm.weight_parts())
+        for name, norm in (("q", self.q_norm), ("k", self.k_norm)):
+            if norm is not None:
+                parts = prefixed(f"{name}_norm", norm.weight_parts())
+                if config.norm_over_heads:  # its channels are the projection's rows
+                    (rows,) = (rows for rows in self._qkv_rows() if rows.role == f"{name}_proj")
+                    parts = (_channels(part, rows) for part in parts)
+                yield from parts
 
     def _qkv_rows(self) -> list[Rows]:
         config, dim, rank = self.config, self.config.head_dim, self.parallel.rank
@@ -160,11 +176,40 @@ class Attention(Mixer):
         head_dim] for attention; keys and values go into the cache."""
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+            if self.config.norm_over_heads:
+                qkv = self._normed_over_heads(qkv, self.q_norm, self.k_norm, plans.kernels)
+            else:
+                norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         heads = qkv.unflatten(1, (-1, self.config.head_dim))
         rotation, paged = plans.rotation.get(self.kind), plans.attention[self.kind]
         return plans.kernels.rope.prepare(heads, norms, rotation, cache, paged)
 
+    def _normed_over_heads(
+        self, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, kernels: KernelSet
+    ) -> Tensor:
+        """qkv [tokens, ...] with q and k normed over all ranks' heads; of keys, too, that several
+        ranks have each has an equal part."""
+        keys = k_norm.weight.shape[0]
+        sections = [qkv.shape[1] - 2 * keys, keys, keys]  # no queries where KV alone is stored
+        query, key, value = qkv.split(sections, dim=1)
+        if self.parallel.size == 1:
+            normed = [q_norm(query, kernels)] if sections[0] else []
+            return torch.cat([*normed, k_norm(key, kernels), value], dim=1)
+        wide, norms = (query.float(), key.float()), (q_norm, k_norm)
+        squares = self.parallel.all_reduce(torch.stack([x.square().sum(1) for x in wide], dim=1))
+        parts = []
+        for x, total, norm in zip(wide, squares.split(1, dim=1), norms, strict=True):
+            scale = (total / max(x.shape[1] * self.parallel.size, 1) + norm.eps).rsqrt()
+            parts.append((x * scale).to(norm.weight.dtype) * norm.weight[: x.shape[1]])
+        return torch.cat([*(part.to(qkv.dtype) for part in parts), value], dim=1)
+
     def _cache(self, plans: KernelPlans, layer: int) -> KVCache:
         cache = plans.caches.kv[layer]
         return KVCache(cache.key, cache.value, self.k_scale, self.v_scale)
+
+
+def _channels(part: Part, rows: Rows) -> WeightPart:
+    """A norm's weight, whole, as these of all ranks' channels."""
+    assert isinstance(part, WeightPart)
+    own = section(part.role, part.target, 0, rows.start, rows.total)
+    return replace(own, offset=part.offset)

@@ -15,7 +15,15 @@ from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleToken
 from megatron_hybrid.kernels.replay_protocol import Replays
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
-from megatron_hybrid.layers.parts import Parts, Rows, fused, row_parallel, shard, whole
+from megatron_hybrid.layers.parts import (
+    Parts,
+    Rows,
+    fused,
+    row_parallel,
+    sections,
+    shard,
+    whole,
+)
 from megatron_hybrid.layers.recurrent import RecurrentMixer
 
 
@@ -24,7 +32,8 @@ class GatedDeltaNetConfig:
     """Each key head serves value_heads / key_heads value heads that follow one another.
 
     `interleaved`: the checkpoint's projections go from key head to key head (in_proj_qkvz,
-    in_proj_ba: Qwen3-Next), not from q to k to v to z (Qwen3.5).
+    in_proj_ba: Qwen3-Next), not from q to k to v to z (Qwen3.5). `separate`: there q, k and v have
+    a projection and a convolution each (Olmo-Hybrid). `beta_scale`: see DeltaRuleConstants.
     """
 
     key_heads: int
@@ -34,6 +43,9 @@ class GatedDeltaNetConfig:
     conv_width: int
     kernel_chunk: int = 64
     interleaved: bool = False
+    separate: bool = False
+    beta_scale: float = 1.0
+    norm_eps: float | None = None  # None: that of the model's other norms
 
     def mixer(self, context: LayerContext) -> GatedDeltaNet:
         """As in LayerConfig."""
@@ -72,7 +84,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.out_proj = context.to_hidden(values, bias=False)
         self.dt_bias = parameter((value_heads,), torch.float32)
         self.A_log = parameter((value_heads,), torch.float32)
-        self.eps = context.eps
+        self.eps = context.eps if config.norm_eps is None else config.norm_eps
         self.norm_weight = parameter((config.value_dim,), context.dtype)  # of every head
         self.A: Tensor  # [value heads] float32, negative; see after_loading
         self.norm_weights: Tensor  # [value heads * value_dim]
@@ -91,8 +103,15 @@ class GatedDeltaNet(RecurrentMixer):
         starts = [rank * local_keys, keys + rank * local_keys, 2 * keys + rank * local_values]
         total = 2 * keys + values
         rows = self._interleaved() if config.interleaved else self._side_by_side(starts, total)
+        if config.separate:
+            own = [self._own_rows(name) for name in "qkv"]
+            rows[:3] = [one._replace(role=f"in_proj_{one.role}") for one in own]
         yield from fused(rows, self.in_proj)
-        yield from self.conv_parts("conv1d", starts, total)
+        if config.separate:
+            convolved = [one._replace(role=f"{one.role}_conv1d") for one in own]
+            yield from sections("weight", convolved, self.conv_weight[:, None])
+        else:
+            yield from self.conv_parts("conv1d", starts, total)
         yield shard("dt_bias", self.dt_bias, 0, rank, config.value_heads)
         yield shard("A_log", self.A_log, 0, rank, config.value_heads)
         yield whole("norm.weight", self.norm_weight)
@@ -104,6 +123,11 @@ class GatedDeltaNet(RecurrentMixer):
         for name, count in zip("zba", self.in_sections[1:], strict=True):
             rows.append(Rows(f"in_proj_{name}", count, ranks.rank * count, ranks.size * count))
         return rows
+
+    def _own_rows(self, name: str) -> Rows:
+        """This rank's of q, k or v, which are each by themselves in the checkpoint."""
+        count = self.conv_sections["qkv".index(name)]
+        return Rows(name, count, self.parallel.rank * count, self.parallel.size * count)
 
     def _interleaved(self) -> list[Rows]:
         """A key head's rows: q, k, v of its value heads, z of them; and b, a of them."""
@@ -134,7 +158,9 @@ class GatedDeltaNet(RecurrentMixer):
         q, k = (values.unflatten(1, (self.key_heads, config.key_dim)) for values in (q, k))
         v = v.unflatten(1, (self.value_heads, config.value_dim))
         tokens = DeltaRuleTokens(q, k, v, a, b)
-        constants = DeltaRuleConstants(self.A, self.dt_bias, self.rounding_seed(plans))
+        constants = DeltaRuleConstants(
+            self.A, self.dt_bias, self.rounding_seed(plans), config.beta_scale
+        )
         y = self.scan(tokens, constants, plans).flatten(1)
         weights, reader = self.norm_weights, self.out_proj.reader
         normed = kernels.norm.gated_rms_norm(

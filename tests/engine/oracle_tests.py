@@ -28,7 +28,7 @@ KINDS = {
     "mamba2": ("nemotron_h", "nemotron_h_moe", "bamba", "granite_moe_hybrid", "mamba2"),
     "blocks": ("falcon_h1", "zamba2", "in_flight", "recurrent_only", *ATTENTION_ONLY),
     "mamba1": ("mamba", "falcon_mamba", "jamba", "lfm2", "lfm2_moe"),
-    "gated_delta_net": ("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    "gated_delta_net": ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"),
 }
 assert set(FAMILIES) <= {kind for kinds in KINDS.values() for kind in kinds}
 

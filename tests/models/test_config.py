@@ -165,6 +165,8 @@ def test_nemotron_options_that_are_refused(
         ("zamba2", {"num_key_value_heads": 2}, "use_shared_attention_adapter with 2 KV heads"),
         ("qwen3_next", {"layer_types": ["mamba"]}, "type 'mamba'"),
         ("qwen3_5", {"rope_parameters": {"rope_type": "yarn"}}, "'yarn'"),
+        ("olmo_hybrid", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("olmo_hybrid", {"layer_types": ["conv"]}, "type 'conv'"),
         ("lfm2", {"layer_types": None}, "neither layer_types nor full_attn_idxs"),
     ],
 )
@@ -183,6 +185,24 @@ def test_layers_that_old_folders_count_instead_of_listing(tiny: Tiny, tmp_path: 
     read = [ModelFolder.open(write(tmp_path, values)).config for values in (lfm2, qwen)]
     assert read[0] == ModelFolder.open(tiny("lfm2").folder).config
     assert read[1].pattern == "GE*-GE*E"
+
+
+def test_olmo_hybrids_without_lists_or_sizes_have_the_usual_ones(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """The last of few layers has attention; keys have three quarters of the hidden size."""
+    values = values_of(tiny("olmo_hybrid")) | {"layer_types": None, "num_hidden_layers": 3}
+    values = {name: value for name, value in values.items() if not name.startswith("linear_")}
+    config = ModelFolder.open(write(tmp_path, values)).config
+    assert config.pattern == "G-G-*-" and config.rope is None
+    net = config.gated_delta_net
+    assert net is not None and net.beta_scale == 2.0
+    assert (net.key_heads, net.value_heads, net.key_dim, net.value_dim) == (4, 4, 12, 24)
+    forms = [(form.norm, form.post_norm) for form in config.forms]
+    assert forms == [(True, False)] * 4 + [(False, True)] * 2
+    longer = values | {"num_hidden_layers": 5, "rope_parameters": {"rope_theta": 5e5}}
+    config = ModelFolder.open(write(tmp_path, longer)).config
+    assert config.pattern == "G-G-G-*-G-" and config.rope is not None
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:

@@ -221,6 +221,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5",
         {"linear_value_head_dim": 24, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True},
     ),
+    "olmo-hybrid with positions and biases, beta up to 1": (
+        "olmo_hybrid",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "attention_bias": True,
+            "linear_allow_neg_eigval": False,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_num_value_heads": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
     "lfm2 with biases, sizes as they are": (
         "lfm2",
         {

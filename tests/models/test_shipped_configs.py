@@ -39,6 +39,7 @@ PARAMETERS = {
     "mamba-codestral-7b": (7.285, "model card: 7,285,403,648"),
     "nemotron-3-nano-30b-a3b": (31.58, "Hub: 31.6 B"),
     "nemotron-h-8b": (8.10, "Hub"),
+    "olmo-hybrid-7b": (7.43, "7 B in the model card; 7.43 in transformers' class"),
     "qwen3-8b": (8.19, "Hub; 8.2 B in the model card"),
     "qwen3-next-80b-a3b": (79.7, "80 B in the model card; 79.67 in transformers' class"),
     "qwen3.5-35b-a3b": (34.7, "35 B in the model card; 34.66 in transformers' class"),

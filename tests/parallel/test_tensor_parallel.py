@@ -34,6 +34,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {}),
     "qwen3_5": ("qwen3_5", {}),
     "qwen3_5_moe": ("qwen3_5_moe", {"num_key_value_heads": 1}),
+    "olmo_hybrid": (  # odd numbers of heads on a rank, and a KV head that both have
+        "olmo_hybrid",
+        {
+            "num_key_value_heads": 1,
+            "linear_num_key_heads": 6,
+            "linear_num_value_heads": 6,
+            "attention_bias": True,
+            "vocab_size": 163,
+        },
+    ),
     "lfm2": ("lfm2", {"conv_bias": True}),
     "lfm2_moe": ("lfm2_moe", {}),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),

@@ -13,6 +13,7 @@ from megatron_hybrid.models.families.lfm2 import Lfm2
 from megatron_hybrid.models.families.llama import Llama, Qwen3
 from megatron_hybrid.models.families.mamba import Mamba, Mamba2
 from megatron_hybrid.models.families.nemotron_h import NemotronH
+from megatron_hybrid.models.families.olmo_hybrid import OlmoHybrid
 from megatron_hybrid.models.families.qwen3_next import Qwen3Next, Qwen35
 from megatron_hybrid.models.families.zamba2 import Zamba2
 
@@ -27,6 +28,7 @@ FAMILIES: tuple[Family, ...] = (
     Mamba2(),
     Qwen3Next(),
     Qwen35(),
+    OlmoHybrid(),
     Lfm2(),
     Llama(),
     Qwen3(),
