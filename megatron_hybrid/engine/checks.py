@@ -171,7 +171,7 @@ def _check_calls(config: EngineConfig, shapes: HybridModel, wanted: str) -> None
         )
     for spec in shapes.stages.state_specs.values():
         channels, width = spec.conv_shape[0], spec.conv_shape[1] + 1
-        if channels % _CONV_CHANNELS or width not in _CONV_WIDTHS:
+        if channels and (channels % _CONV_CHANNELS or width not in _CONV_WIDTHS):
             raise ConfigurationError(
                 f"{wanted}a convolution has {channels} channels on a rank and width {width}; "
                 f"causal-conv1d computes multiples of {_CONV_CHANNELS} channels, and widths "

@@ -311,9 +311,10 @@ class Norm(Protocol):
         eps: float,
         norm_first: bool = False,
         into: Reader | None = None,
+        activation: str = "silu",
     ) -> Inputs:
-        """weight * norm(x * silu(gate)), or, where `norm_first`, weight * norm(x) * silu(gate);
-        each group of channels is normalised by itself.
+        """weight * norm(x * act(gate)), or, where `norm_first`, weight * norm(x) * act(gate); each
+        group of channels is normalised by itself. `activation`: "silu" or "sigmoid".
 
         x, gate [tokens, channels] (rows may be strided) -> the same in weight's dtype.
         """

@@ -28,7 +28,7 @@ class StepPart(NamedTuple):
 
     rows: slice  # of the step's tokens
     kind: PartKind
-    conv: Plan
+    conv: Plan  # None where a layer has no convolution
     scan: Plan  # None where a layer has a convolution only
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megatron_hybrid.kernels.elementwise import silu
+from megatron_hybrid.kernels.activation.reference import ACTIVATIONS
 from megatron_hybrid.kernels.experts.protocol import Unsummed
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.kernels.protocols import Inputs, Reader
@@ -65,8 +65,8 @@ class RMSNorm(nn.Module):
 
 
 class GatedRMSNorm(nn.Module):
-    """weight * norm(x * silu(gate)), each group of channels normalised by itself; where
-    `norm_first` (mamba_ssm's `norm_before_gate`), weight * norm(x) * silu(gate).
+    """weight * norm(x * act(gate)), each group of channels normalised by itself; where `norm_first`
+    (mamba_ssm's `norm_before_gate`), weight * norm(x) * act(gate). `activation`: as in Norm.
 
     Where a group spans ranks its sum of squares is all-reduced.
     """
@@ -79,9 +79,11 @@ class GatedRMSNorm(nn.Module):
         dtype: torch.dtype,
         parallel: RankGroup,
         norm_first: bool = False,
+        activation: str = "silu",
     ) -> None:
         """`channels` and `groups` count all ranks'."""
         super().__init__()
+        self.activation = activation
         self.norm_first = norm_first
         self.channels = channels
         self.group_size = channels // groups
@@ -105,9 +107,10 @@ class GatedRMSNorm(nn.Module):
         reads it."""
         if not self.spans_ranks:
             return kernels.norm.gated_rms_norm(
-                x, gate, self.weight, self.group_size, self.eps, self.norm_first, into
-            )
-        gates = silu(gate.float())
+                x, gate, self.weight, self.group_size, self.eps, self.norm_first, into,
+                self.activation,
+            )  # fmt: skip
+        gates = ACTIVATIONS[self.activation](gate.float())
         values = x.float() if self.norm_first else gates * x
         values = values * self._inverse_rms_over_ranks(values[:, None])[:, 0]
         normed = values.to(self.weight.dtype).mul_(self.weight)

@@ -1,5 +1,5 @@
-"""What recurrent layers have in common: a state in each slot, a short convolution in front, and the
-ways of a step's tokens through them: decodes, with drafts or without, and prompts."""
+"""What recurrent layers have in common: a state in each slot, most often a short convolution before
+it, and the ways of a step's tokens through them: decodes, with drafts or without, and prompts."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ class RecurrentMixer(Mixer):
         kernel_chunk: int = 1,
         scaled_over: int = -2,
     ) -> None:
-        """`conv_sections`: this rank's channels of the convolution, by where they come from.
-        `state`, `inputs`: the shapes of the recurrence's, and `scaled_over`: see StateSpec."""
+        """`conv_sections`: this rank's channels of the convolution, by where they come from; none:
+        there is no convolution. `state`, `inputs`: the shapes of the recurrence's, and
+        `scaled_over`: see StateSpec."""
         super().__init__()
         self.layer = context.layer
         self.parallel = context.parallel
@@ -75,6 +76,11 @@ class RecurrentMixer(Mixer):
     def recurrent(self) -> RecurrentMixer:
         return self
 
+    @property
+    def has_conv(self) -> bool:
+        """Whether it has a convolution."""
+        return bool(self.conv_sections)
+
     def kernel(self, kernels: KernelSet | Replays) -> Any:
         """The scan of this kind of layer, a Scan or a Replay; None without one."""
         return None
@@ -95,15 +101,17 @@ class RecurrentMixer(Mixer):
         parts: list[StepPart] = []
         scan = self.kernel(kernels)
         width, decodes = self.conv_weight.shape[1], slice(num_decode_tokens)
+        conv: Plan = None
         if isinstance(decode, DecodeRuns):
-            conv = kernels.conv.plan_runs(decode, width, ring_length)
+            if self.has_conv:
+                conv = kernels.conv.plan_runs(decode, width, ring_length)
             runs = None if scan is None else kernels.plan_runs(decode, ring_length)
             parts.append(StepPart(decodes, PartKind.RUNS, conv, runs))
         elif decode is not None:
             slots = kernels.plan_decode(decode)
             parts.append(StepPart(decodes, PartKind.DECODE, slots, slots))
         if prefill is not None:
-            conv = kernels.conv.plan(prefill, width)
+            conv = kernels.conv.plan(prefill, width) if self.has_conv else None
             chunks = None if scan is None else scan.plan(prefill, self.spec.kernel_chunk)
             parts.append(StepPart(slice(num_decode_tokens, None), PartKind.PREFILL, conv, chunks))
         return tuple(parts)
@@ -125,7 +133,9 @@ class RecurrentMixer(Mixer):
             (slice(num_decode_tokens, None), prefill),
         ):
             if part is not None:
-                conv = kernels.conv.plan(part, chunk, width, ring_length)
+                conv: Plan = None
+                if self.has_conv:
+                    conv = kernels.conv.plan(part, chunk, width, ring_length)
                 scans = None if scan is None else scan.plan(part, chunk, ring_length)
                 parts.append(StepPart(rows, PartKind.REPLAY, conv, scans))
         return tuple(parts)

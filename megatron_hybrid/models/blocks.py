@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_hybrid.kernels.linear.formats import WeightFormat
+from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.protocols import Inputs
 from megatron_hybrid.layers.attention import Attention
 from megatron_hybrid.layers.kernel_plans import KernelPlans
@@ -24,6 +25,7 @@ from megatron_hybrid.layers.shared_transformer import SharedTransformer, SharedT
 from megatron_hybrid.models.config import (
     MAMBA,
     SHARED_TRANSFORMER,
+    BlockForm,
     HybridModelConfig,
     undescribed,
 )
@@ -63,9 +65,11 @@ class Block(nn.Module):
         ranks: RankGroup,
         entering: Addend,
         post_norm: RMSNorm | None = None,
+        from_norm: bool = False,
     ) -> None:
         """`ranks`: that have a part of the mixer each. `entering`: of the block before."""
         super().__init__()
+        self.from_norm = from_norm
         self.ranks = ranks
         self.entering = entering
         self.norm = norm
@@ -88,7 +92,7 @@ class Block(nn.Module):
         the block before has not added yet (None: there is none); the sum may take `residual`'s
         place."""
         x, residual = self._enter(mixed, residual, plans)
-        return self._leave(self.mixer(x, plans), plans), residual
+        return self._leave(self.mixer(x, plans), plans), self._stream(x, residual)
 
     def _enter(
         self, mixed: Mixed | None, residual: Tensor, plans: KernelPlans
@@ -101,10 +105,14 @@ class Block(nn.Module):
             return residual.to(self.post_norm.dtype), residual
         if mixed is None:
             return self.norm(residual, plans.kernels), residual
-        multiplier, ranks = self.entering
-        return self.norm.after_adding(
-            mixed, residual, multiplier, plans.kernels, ranks, self.mixer.reader
-        )
+        (multiplier, ranks), reader = self.entering, self.mixer.reader
+        if reader is not None and self.from_norm:
+            reader = reader._replace(plain=True)
+        return self.norm.after_adding(mixed, residual, multiplier, plans.kernels, ranks, reader)
+
+    def _stream(self, x: Inputs, residual: Tensor) -> Tensor:
+        """What the mixer's result is to be added to, of what `_enter` gives."""
+        return plain_rows(x).to(residual.dtype) if self.from_norm else residual
 
     def _leave(self, mixed: Mixed, plans: KernelPlans) -> Mixed:
         """What the mixer gives, normed where that is to be: its parts are summed before."""
@@ -128,8 +136,8 @@ class MoEBlock(Block):
             router = self.mixer.router
             entered = router.after_norm(norm, mixed, residual, multiplier, plans)
             if entered is not None:
-                given = self.mixer(entered.x, plans, entered.routes)
-                return self._leave(given, plans), entered.residual
+                given = self._leave(self.mixer(entered.x, plans, entered.routes), plans)
+                return given, self._stream(entered.x, entered.residual)
         return super().forward(mixed, residual, plans)
 
 
@@ -188,15 +196,19 @@ class BlockBuilder:
     replay_chunk: int | None = None  # of LayerContext
     shared: dict[int, SharedTransformer] = field(default_factory=dict)
 
-    def norm(self) -> RMSNorm:
-        """One of the model's norms, with weights still to be read."""
+    def norm(self, index: int = 0) -> RMSNorm:
+        """One of the model's norms, with weights still to be read: of the residual stream in front
+        of block `index`, or of other things."""
         config = self.config
-        return RMSNorm(config.hidden_size, config.norm_eps, self.dtype, config.zero_centered_norm)
+        eps = config.norm_eps / config.stream_divisor(index) ** 2
+        return RMSNorm(config.hidden_size, eps, self.dtype, config.zero_centered_norm)
 
     def addend(self, index: int) -> Addend:
         """What is to be added in front of block `index`."""
-        whole = index > 0 and self.config.form(index - 1).post_norm
-        return Addend(self.config.residual_multiplier, None if whole else self.parallel.tensor)
+        config = self.config
+        form = config.form(index - 1) if index else BlockForm()
+        multiplier = config.residual_multiplier * form.multiplier / config.stream_divisor(index)
+        return Addend(multiplier, None if form.post_norm else self.parallel.tensor)
 
     def context(self, index: int) -> LayerContext:
         """For a layer whose caches have this number."""
@@ -221,9 +233,11 @@ class BlockBuilder:
         ranks, entering = self.parallel.tensor, self.addend(index)
         if letter != SHARED_TRANSFORMER:
             mixer, form = config.layer(letter).mixer(context), config.form(index)
-            norm, post_norm = (self.norm() if has else None for has in (form.norm, form.post_norm))
+            assert form.norm or config.stream_divisor(index) == 1.0
+            norm = self.norm(index) if form.norm else None
+            post_norm = self.norm() if form.post_norm else None
             kind = MoEBlock if isinstance(mixer, MoE) else Block
-            block = kind(norm, mixer, ranks, entering, post_norm)
+            block = kind(norm, mixer, ranks, entering, post_norm, form.from_norm)
             allocate_linears(block.weight_parts(), partial(self.formats, index))
             return block
         shared = config.shared_transformer

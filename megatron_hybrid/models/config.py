@@ -66,13 +66,19 @@ class MTPConfig:
 @dataclass(frozen=True)
 class BlockForm:
     """Which norms a block has around its mixer, one at least: what it adds to the residual stream x
-    is mixer(norm(x)), post_norm(mixer(x)), or with both of them post_norm(mixer(norm(x)))."""
+    is mixer(norm(x)), post_norm(mixer(x)), or with both of them post_norm(mixer(norm(x))); times
+    `multiplier`, besides the model's residual_multiplier. `from_norm`: it is added to
+    `stream_multiplier` * norm(x), not to x."""
 
     norm: bool = True
     post_norm: bool = False
+    multiplier: float = 1.0
+    from_norm: bool = False
+    stream_multiplier: float = 1.0
 
     def __post_init__(self) -> None:
-        assert self.norm or self.post_norm
+        assert self.norm or (self.post_norm and not self.from_norm)
+        assert self.from_norm or self.stream_multiplier == 1.0
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,12 @@ class HybridModelConfig:
     def form(self, block: int) -> BlockForm:
         """Of the same blocks: a head's is the usual one."""
         return self.forms[block] if block < len(self.forms) else BlockForm()
+
+    def stream_divisor(self, block: int) -> float:
+        """What the residual stream in front of a block is divided by as long as it is kept: the
+        last stream_multiplier, which costs nothing then. Norms do not notice but for their eps."""
+        before = [form for form in self.forms[:block] if form.from_norm]
+        return before[-1].stream_multiplier if before else 1.0
 
 
 def undescribed(letter: str) -> ConfigurationError:

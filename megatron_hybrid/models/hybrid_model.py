@@ -119,7 +119,7 @@ class HybridModel(nn.Module):
         self.final_norm: RMSNorm | None = None
         self.lm_head: Linear | None = None
         if self.is_last_stage:
-            self.final_norm = build.norm()
+            self.final_norm = build.norm(len(config.pattern))
             if config.logits_divisor != 1.0:
                 # Which becomes part of its weight (see weight_parts): in float32, so that nothing
                 # is rounded once more.

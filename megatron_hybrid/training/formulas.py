@@ -84,10 +84,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float, norm_first: bool
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    group_size: int,
+    eps: float,
+    norm_first: bool,
+    activation: str = "silu",
 ) -> Tensor:
     """As in Norm."""
-    gates = F.silu(gate.float())
+    gates = ACTIVATIONS[activation](gate.float())
     values = x.float() if norm_first else x.float() * gates
     groups = values.unflatten(-1, (-1, group_size))
     scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)

@@ -147,10 +147,14 @@ class _Norm(Over):
         eps: float,
         norm_first: bool = False,
         into: Reader | None = None,
+        activation: str = "silu",
     ) -> Tensor:
         """As in Norm."""
         assert into is None
-        options: dict[str, Any] = {"group_size": group_size, "eps": eps, "norm_first": norm_first}
+        options: dict[str, Any] = {
+            "group_size": group_size, "eps": eps, "norm_first": norm_first,
+            "activation": activation,
+        }  # fmt: skip
         kernel = partial(self.inner.gated_rms_norm, **options)
         formula = partial(formulas.gated_rms_norm, **options)
         y: Tensor = recomputed(kernel, formula, x, gate, weight)

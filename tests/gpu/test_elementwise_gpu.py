@@ -171,7 +171,8 @@ def test_norm_of_heads(heads: int, head_dim: int, dtype: torch.dtype) -> None:
 def test_gated_norm(
     tokens: int, norm_first: bool, groups: int, size: int, dtype: torch.dtype
 ) -> None:
-    check_gated_rms_norm(norm, tokens, groups, size, dtype, norm_first, device="cuda")
+    for gate in ("silu", "sigmoid"):
+        check_gated_rms_norm(norm, tokens, groups, size, dtype, norm_first, "cuda", gate)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -72,18 +72,20 @@ def check_add_rms_norm(
 
 def check_gated_rms_norm(
     norm: Any, tokens: int, groups: int, size: int, dtype: torch.dtype = torch.float32,
-    norm_first: bool = False, device: str = "cpu",
+    norm_first: bool = False, device: str = "cpu", activation: str = "silu",
 ) -> None:  # fmt: skip
     torch.manual_seed(0)
     x = draw(tokens, groups * size, dtype=dtype, device=device)
     gate = draw(tokens, groups * size + 8, dtype=dtype, device=device, scale=3)[:, :-8]
     weight = draw(groups * size, dtype=dtype, device=device)
-    gates = gate.double() * torch.sigmoid(gate.double())
+    gates = torch.sigmoid(gate.double())
+    if activation == "silu":
+        gates *= gate.double()
     inputs = x.double() if norm_first else x.double() * gates
     expected = normed(inputs.view(tokens, groups, size), weight.view(groups, size)).flatten(1)
     if norm_first:
         expected *= gates
-    y = norm.gated_rms_norm(x, gate, weight, size, EPS, norm_first)
+    y = norm.gated_rms_norm(x, gate, weight, size, EPS, norm_first, None, activation)
     close(y, expected, dtype, roundings(dtype, dtype))
 
 

@@ -58,6 +58,7 @@ def test_only_the_output_is_rounded_where_weights_are_float32() -> None:
 def test_gated_rms_norm(norm_first: bool) -> None:
     check_gated_rms_norm(norm, 5, groups=1, size=12, norm_first=norm_first)
     check_gated_rms_norm(norm, 5, 3, 16, torch.bfloat16, norm_first)
+    check_gated_rms_norm(norm, 5, 3, 16, norm_first=norm_first, activation="sigmoid")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -28,6 +28,7 @@ def test_every_size(tokens: int, size: int) -> None:
     check_gated_rms_norm(norm, tokens, groups=3, size=size)
     check_gated_rms_norm(norm, tokens, groups=1, size=size)
     check_gated_rms_norm(norm, tokens, groups=2, size=size, norm_first=True)
+    check_gated_rms_norm(norm, tokens, 2, size, norm_first=True, activation="sigmoid")
 
 
 @pytest.mark.parametrize("groups", [6, 7, 32])

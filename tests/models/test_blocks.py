@@ -36,8 +36,17 @@ def test_blocks_of_experts_begin_with_their_router(name: str, parallel: Parallel
     assert kinds == {(Block, False), (MoEBlock, True)}
 
 
-FORMS = (BlockForm(), BlockForm(norm=False, post_norm=True), BlockForm(post_norm=True))
-SIZE, MULTIPLIER, EPS = 16, 0.6, 1e-5
+FORMS = (
+    BlockForm(),
+    BlockForm(norm=False, post_norm=True, multiplier=0.7),
+    BlockForm(post_norm=True),
+    BlockForm(from_norm=True, post_norm=True),
+)
+SCALED = BlockForm(from_norm=True, multiplier=1.3, stream_multiplier=3.5)
+CHAINS = [
+    *product(FORMS, repeat=3), *product((SCALED, FORMS[0], FORMS[3]), repeat=3),
+]  # fmt: skip
+SIZE, MULTIPLIER, EPS = 16, 0.6, 0.05
 
 
 class Twice(RankGroup):
@@ -51,11 +60,12 @@ class Twice(RankGroup):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("forms", list(product(FORMS, repeat=3)))
+@pytest.mark.parametrize("forms", CHAINS)
 def test_norms_are_where_the_forms_say(
     forms: tuple[BlockForm, ...], ranks: int, parallel: ParallelContext
 ) -> None:
-    """... behind a mixer after the ranks' parts of it are summed."""
+    """... behind a mixer after the ranks' parts of it are summed. Their eps is large enough to be
+    noticed where a stream is kept divided."""
     config = HybridModelConfig(
         "made_up", "---", 8, SIZE, 64, EPS, torch.float32, residual_multiplier=MULTIPLIER,
         mlp=MLPConfig(24, gated=True, activation="silu"), forms=forms,
@@ -74,16 +84,18 @@ def test_norms_are_where_the_forms_say(
             block.ranks = Twice(block.ranks)
             whole = block.entering.ranks is None
             block.entering = block.entering._replace(ranks=None if whole else block.ranks)
-        own = expected if block.norm is None else normed(expected, block.norm)
+        own = expected if block.norm is None else normed(expected, block.norm, EPS)
         up, down = block.mixer.up_proj.weight, block.mixer.down_proj.weight
         assert isinstance(up, Tensor) and isinstance(down, Tensor)
         gate, value = (own @ up.double().T).chunk(2, dim=1)
         own = ranks * (F.silu(gate) * value) @ down.double().T
-        own = own if block.post_norm is None else normed(own, block.post_norm)
+        own = own if block.post_norm is None else normed(own, block.post_norm, EPS)
         assert (block.norm is not None, block.post_norm is not None) == (form.norm, form.post_norm)
         mixed, residual = block(mixed, residual, plans)
-        torch.testing.assert_close(residual.double(), expected, atol=1e-5, rtol=1e-5)
-        expected = expected + MULTIPLIER * own
+        if form.from_norm:
+            assert block.norm is not None
+            expected = form.stream_multiplier * normed(expected, block.norm, EPS)
+        expected = expected + MULTIPLIER * form.multiplier * own
     assert isinstance(mixed, Tensor) and model.final_norm is not None and model.lm_head is not None
     if ranks == 2 and model.leaving.ranks is not None:
         model.leaving = model.leaving._replace(ranks=Twice(model.leaving.ranks))
@@ -91,10 +103,10 @@ def test_norms_are_where_the_forms_say(
     logits = model.logits(Hidden(residual, mixed, None), nothing, nothing)
     head = model.lm_head.weight
     assert isinstance(head, Tensor)
-    expected = normed(expected, model.final_norm) @ head.double().T
+    expected = normed(expected, model.final_norm, EPS) @ head.double().T
     torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def normed(x: Tensor, norm: RMSNorm) -> Tensor:
-    scale = (x.square().mean(dim=1, keepdim=True) + EPS).rsqrt()
+def normed(x: Tensor, norm: RMSNorm, eps: float) -> Tensor:
+    scale = (x.square().mean(dim=1, keepdim=True) + eps).rsqrt()
     return x * scale * norm.weight.double()

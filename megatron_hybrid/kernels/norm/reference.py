@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.elementwise import silu
+from megatron_hybrid.kernels.activation.reference import ACTIVATIONS
 from megatron_hybrid.kernels.linear.reference import rounded
 from megatron_hybrid.kernels.protocols import Inputs, Reader
 
@@ -58,9 +58,10 @@ def gated_rms_norm(
     eps: float,
     norm_first: bool = False,
     into: Reader | None = None,
+    activation: str = "silu",
 ) -> Inputs:
     """As in Norm."""
-    gates = silu(gate.float())
+    gates = ACTIVATIONS[activation](gate.float())
     values = x.float() if norm_first else gates.mul_(x)
     by_group = values.reshape(values.shape[0], -1, group_size)
     normed = (by_group * inverse_rms(by_group, group_size, eps)).view(values.shape)

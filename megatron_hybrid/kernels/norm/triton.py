@@ -110,6 +110,7 @@ def gated_rms_norm(
     eps: float,
     norm_first: bool = False,
     into: Reader | None = None,
+    activation: str = "silu",
 ) -> Inputs:
     """As in Norm."""
     tokens, channels = x.shape
@@ -121,7 +122,7 @@ def gated_rms_norm(
         each = groups if kind.whole_row else each
         gaps = groups > 1 and block != group_size
         if gaps or each & (each - 1) or block * each < kind.group:
-            y = gated_rms_norm(x, gate, weight, group_size, eps, norm_first)
+            y = gated_rms_norm(x, gate, weight, group_size, eps, norm_first, None, activation)
             assert into is not None and isinstance(y, Tensor)
             rows = quantize_rows(y, into.format, into.input_scale)
             return rows._replace(plain=y if into.plain else None)
@@ -129,7 +130,7 @@ def gated_rms_norm(
         _gated_rms_norm_kernel[(tokens * (groups // each),)](
             x, gate, weight, *results.arguments, channels, group_size,
             x.stride(0), gate.stride(0), eps, kind,
-            NORM_FIRST=norm_first, GROUPS=each, BLOCK=block,
+            NORM_FIRST=norm_first, SILU=activation == "silu", GROUPS=each, BLOCK=block,
             num_warps=warps_for(each * block, per_thread=8), **OPTIONS,
         )  # fmt: skip
     return results.inputs
@@ -227,7 +228,7 @@ def _add_rms_norm_over_ranks_kernel(
 def _gated_rms_norm_kernel(
     x, gate, weight, out, codes, scale, scale_row, scale_group, channels, group_size,
     x_row, gate_row, eps, KIND: tl.constexpr,
-    NORM_FIRST: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    NORM_FIRST: tl.constexpr, SILU: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     programs = channels // group_size // GROUPS
     row = (tl.program_id(0) // programs).to(tl.int64)
@@ -240,7 +241,7 @@ def _gated_rms_norm_kernel(
     let_next_start()
     inputs = tl.load(x + row * x_row + column, mask=mask, other=0).to(tl.float32)
     gates = tl.load(gate + row * gate_row + column, mask=mask, other=0).to(tl.float32)
-    gates *= tl.sigmoid(gates)
+    gates = gates * tl.sigmoid(gates) if SILU else tl.sigmoid(gates)
     values = inputs if NORM_FIRST else gates * inputs
     normed = scaled(values, inverse_rms(values, group_size, eps), weights)
     if NORM_FIRST:
