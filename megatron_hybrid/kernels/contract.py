@@ -232,12 +232,17 @@ class AttentionShape:
     dtype: torch.dtype  # of queries, and of keys and values before they are stored
     kv_dtype: torch.dtype  # that they are stored in: the same, or FP8
     first_position: int = 0
+    # Numbers of a value, which are the first ones of its key (LatentAttention); None: values are
+    # like keys, and beside them.
+    value_dim: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """Keys and values of one attention layer, [blocks, block_size, kv_heads, head_dim] each,
-    contiguous.
+    contiguous. Where values are the first numbers of keys (AttentionShape.value_dim) they have no
+    memory of their own: what is allocated has 0 in place of their head_dim, and kernels are given a
+    view of the keys.
 
     In FP8 a number x is stored as x / scale, rounded to e4m3 as to_fp8 does, and stands for that
     times the scale. Numbers on the host, so that launches that are captured in a CUDA graph have

@@ -25,6 +25,8 @@ from megatron_hybrid.kernels.experts import reference as experts
 from megatron_hybrid.kernels.experts import whole_tiles as experts_by_tiles
 from megatron_hybrid.kernels.experts.protocol import Experts
 from megatron_hybrid.kernels.gated_delta_rule import reference as gated_delta_rule
+from megatron_hybrid.kernels.latent_attention import by_key_tiles as latents_by_key_tiles
+from megatron_hybrid.kernels.latent_attention import reference as latent_attention
 from megatron_hybrid.kernels.linear import reference as linear
 from megatron_hybrid.kernels.linear import whole_tiles as linear_by_tiles
 from megatron_hybrid.kernels.lora import reference as lora
@@ -55,6 +57,7 @@ class KernelSet:
 
     name: str
     attention: kinds.Attention
+    latent_attention: kinds.LatentAttention
     plan_decode: Callable[[DecodeSlots], kinds.Plan]  # of all recurrent kernels' `decode`
     # (runs, ring length): of scans' `decode_runs`
     plan_runs: Callable[[DecodeRuns, int], kinds.Plan]
@@ -88,6 +91,7 @@ class KernelSet:
 REFERENCE = KernelSet(
     name="reference",
     attention=attention,
+    latent_attention=latent_attention,
     plan_decode=plan_decode,
     plan_runs=plan_runs,
     conv=conv,
@@ -110,6 +114,7 @@ REFERENCE_INVARIANT = replace(
     REFERENCE,
     name="reference, batch-invariant",
     attention=by_key_tiles,
+    latent_attention=latents_by_key_tiles,
     linear=linear_by_tiles,
     experts=experts_by_tiles,
     lora=lora_by_tiles,
@@ -180,6 +185,7 @@ def with_transformer_engine(
 
 def _gpu_invariant() -> KernelSet:
     from megatron_hybrid.kernels.experts import triton_in_order as experts
+    from megatron_hybrid.kernels.latent_attention.triton import TritonLatentAttention
     from megatron_hybrid.kernels.linear import triton_in_order as linear
     from megatron_hybrid.kernels.lora import triton_in_order as lora
     from megatron_hybrid.kernels.paged_attention.triton_by_split import SplitAttention
@@ -189,6 +195,7 @@ def _gpu_invariant() -> KernelSet:
         _gpu(),
         name="gpu, batch-invariant",
         attention=SplitAttention(),
+        latent_attention=TritonLatentAttention(batch_invariant=True),
         linear=linear,
         lora=lora,
         experts=experts,
@@ -204,6 +211,7 @@ def _gpu() -> KernelSet:
     from megatron_hybrid.kernels.causal_conv1d import triton as conv
     from megatron_hybrid.kernels.experts import triton as experts
     from megatron_hybrid.kernels.gated_delta_rule import triton as gated_delta_rule
+    from megatron_hybrid.kernels.latent_attention.triton import TritonLatentAttention
     from megatron_hybrid.kernels.linear import triton as linear
     from megatron_hybrid.kernels.lora import triton as lora
     from megatron_hybrid.kernels.mamba1_scan import triton as mamba1_scan
@@ -219,6 +227,7 @@ def _gpu() -> KernelSet:
         name="gpu",
         plan_decode=lambda slots: slots,  # the kernels read the slots themselves
         plan_runs=lambda runs, _: runs,
+        latent_attention=TritonLatentAttention(),
         conv=conv,
         mamba1_scan=mamba1_scan,
         mamba2_scan=mamba2_scan,

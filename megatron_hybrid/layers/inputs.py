@@ -95,15 +95,22 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """One attention layer's cache on this rank."""
+    """One attention layer's cache on this rank. `value_dim`: numbers of a value; None: as many as
+    of a key, 0: values are the first numbers of their keys (see KVCache)."""
 
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    value_dim: int | None = None
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Numbers that a head has of a key and of a value."""
+        return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
 
     def bytes_per_token(self) -> int:
         """Of a key and a value."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.num_kv_heads * sum(self.dims) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +239,9 @@ def allocate_caches(
     zeros = partial(_zeros, device=device, arena=arena)
     kv = {}
     for layer, kv_spec in kv_specs.items():
-        shape = (num_blocks, block_size, kv_spec.num_kv_heads, kv_spec.head_dim)
-        kv[layer] = KVCache(
-            key=zeros(shape, kv_spec.dtype),
-            value=zeros(shape, kv_spec.dtype),
-        )
+        rows = (num_blocks, block_size, kv_spec.num_kv_heads)
+        key, value = (zeros((*rows, dim), kv_spec.dtype) for dim in kv_spec.dims)
+        kv[layer] = KVCache(key, value)
     state, packed = {}, []
     if packed_dtype is None:
         for layer, spec in state_specs.items():

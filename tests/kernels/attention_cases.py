@@ -3,8 +3,10 @@ float64."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -302,3 +304,89 @@ def check_copied_tokens(
         expected = old.clone()
         expected[4, :3], expected[2, 0] = old[1, :3], old[1, 0]
         assert_same(bytes_of(new), expected)
+
+
+class Turns(NamedTuple):
+    """Sequences of so many tokens each, of which any part is computed at any time; their blocks lie
+    anywhere."""
+
+    table: np.ndarray  # [sequences, blocks]
+    size: int  # of a block
+
+    @classmethod
+    def of(cls, lengths: list[int], size: int, seed: int = 0) -> Turns:
+        counts = [-(-length // size) for length in lengths]
+        order = np.random.default_rng(seed).permutation(sum(counts)) + 1
+        table = np.zeros((len(counts), max(counts)), dtype=np.int64)
+        for row, blocks in enumerate(np.split(order, np.cumsum(counts)[:-1])):
+            table[row, : len(blocks)] = blocks
+        return cls(table, size)
+
+    @property
+    def blocks(self) -> int:
+        """That a cache for them has."""
+        return int(self.table.max()) + 1
+
+    def paged(
+        self, bounds: list[list[int]], decodes: int = 0, longest_run: int = 0, device: str = "cpu"
+    ) -> Iterator[tuple[list[tuple[int, int]], PagedSequences]]:
+        """The steps that compute tokens bounds[s][i] to bounds[s][i + 1], for each i, and those
+        two; the first `decodes` sequences count as such."""
+        table, size = self
+        for turn in range(len(bounds[0]) - 1):
+            spans = [(row[turn], row[turn + 1]) for row in bounds]
+            queries = np.array([b - a for a, b in spans])
+            ends = np.array([max(b, 1) for _, b in spans])
+            slots = [
+                table[row, np.arange(a, b) // size] * size + np.arange(a, b) % size
+                for row, (a, b) in enumerate(spans)
+            ]
+            host = PagedHost.of(queries, ends, table, size)
+            kv_slot = torch.from_numpy(np.concatenate(slots))
+            paged = paged_sequences(host, kv_slot, decodes, device)
+            yield spans, replace(paged, longest_run=longest_run)
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def in_turns(lengths: list[int], step: int) -> list[list[int]]:
+    turns = -(-max(lengths) // step)
+    return [[min(turn * step, length) for turn in range(turns + 1)] for length in lengths]
+
+
+def padded_sequences(
+    paged: PagedSequences, decodes: int, prompts: int, tokens: int, blocks: int, longest_run: int
+) -> tuple[PagedSequences, Callable[[Tensor, float], Tensor]]:
+    """A step as one of a graph: padded decodes have a token of block 0, padded prompts none, and
+    padded tokens belong to nobody. And what spreads a row for each token so, with a filler."""
+    host, n = paged.host, paged.num_decodes
+    fill = decodes - n
+    middle = int(host.cu_seqlens[n])
+
+    def filled(values: list[int], decode: int, prompt: int) -> list[int]:
+        rest = prompts - (len(values) - n)
+        return values[:n] + [decode] * fill + values[n:] + [prompt] * rest
+
+    def spread(x: Tensor, filler: float) -> Tensor:
+        out = x.new_full((tokens, *x.shape[1:]), filler)
+        out[:middle], out[middle : middle + fill] = x[:middle], 0
+        out[middle + fill : len(x) + fill] = x[middle:]
+        return out
+
+    own = [host.kv_indices[a:b].tolist() for a, b in pairwise(host.kv_indptr)]
+    listed = own[:n] + [[0]] * fill + own[n:] + [[0]] * (prompts - (len(own) - n))
+    padded_host = PagedHost(
+        np.cumsum([0, *filled(np.diff(host.cu_seqlens).tolist(), 1, 0)]),
+        np.array(filled(host.kv_length.tolist(), 1, 1)),
+        np.cumsum([0, *map(len, listed)]),
+        np.concatenate(listed),
+        np.array(filled(host.last_block_length.tolist(), 1, 1)),
+    )
+    device = paged.kv_slot.device.type
+    found = paged_sequences(padded_host, spread(paged.kv_slot, 0), decodes, device)
+    indices = found.kv_indices.new_zeros(blocks)
+    indices[: len(found.kv_indices)] = found.kv_indices
+    return replace(found, kv_indices=indices, static=True, longest_run=longest_run), spread

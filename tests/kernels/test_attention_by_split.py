@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedHost, PagedSequences
+from megatron_hybrid.kernels.contract import AttentionShape, KVCache
 from tests.thorough import A_THIRD, usually
 
 if torch.cuda.is_available():
@@ -25,6 +23,8 @@ from tests.kernels.attention_cases import (  # noqa: E402
     FP8,
     AttentionStep,
     Lengths,
+    Turns,
+    assert_equal,
     attention_shape,
     attention_step,
     check,
@@ -32,7 +32,8 @@ from tests.kernels.attention_cases import (  # noqa: E402
     check_first_position,
     check_masked_writes,
     check_stored_fp8,
-    paged_sequences,
+    in_turns,
+    padded_sequences,
     poisoned_cache,
 )
 from tests.kernels.dots_in_order import dots_in_order as dots_in_order  # noqa: E402
@@ -149,45 +150,18 @@ class Sequences:
         """Of the queries from bounds[s][i] to bounds[s][i + 1] in one call, for each i; the first
         `decodes` sequences count as those. Blocks lie anywhere, and hold NaN besides."""
         shape = replace(self.shape, block_size=block_size or self.shape.block_size)
-        size = shape.block_size
-        counts = [-(-length // size) for length in self.lengths]
-        order = np.random.default_rng(seed).permutation(sum(counts)) + 1
-        own = np.split(order, np.cumsum(counts)[:-1])
-        table = np.zeros((len(counts), max(counts)), dtype=np.int64)
-        for row, blocks in enumerate(own):
-            table[row, : len(blocks)] = blocks
-        cache = poisoned_cache(shape, sum(counts) + 1, "cpu")
+        turns = Turns.of(self.lengths, shape.block_size, seed)
+        cache = poisoned_cache(shape, turns.blocks, "cpu")
         found: list[list[Tensor]] = [[] for _ in self.lengths]
-        for turn in range(len(bounds[0]) - 1):
-            spans = [(row[turn], row[turn + 1]) for row in bounds]
+        for spans, paged in turns.paged(bounds, decodes, longest_run):
             qkv = torch.cat([x[a:b] for x, (a, b) in zip(self.qkv, spans, strict=True)])
-            queries = np.array([b - a for a, b in spans])
-            ends = np.array([max(b, 1) for _, b in spans])
-            slots = [
-                table[row, np.arange(a, b) // size] * size + np.arange(a, b) % size
-                for row, (a, b) in enumerate(spans)
-            ]
-            host = PagedHost.of(queries, ends, table, size)
-            kv_slot = torch.from_numpy(np.concatenate(slots))
-            paged = paged_sequences(host, kv_slot, decodes, "cpu")
-            paged = replace(paged, longest_run=longest_run)
             step = AttentionStep(
                 paged, *qkv.split([shape.heads, *[shape.kv_heads] * 2], 1), cache, qkv
             )
             out = attended(attention, step, shape)
-            for row, part in enumerate(out.split(queries.tolist())):
+            for row, part in enumerate(out.split([b - a for a, b in spans])):
                 found[row].append(part)
         return [torch.cat(parts) for parts in found]
-
-
-def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
-
-
-def in_turns(lengths: list[int], step: int) -> list[list[int]]:
-    turns = -(-max(lengths) // step)
-    return [[min(turn * step, length) for turn in range(turns + 1)] for length in lengths]
 
 
 @pytest.mark.parametrize(
@@ -237,37 +211,8 @@ def test_a_decode_has_the_bits_of_a_prompt() -> None:
 def padded(
     step: AttentionStep, decodes: int, prompts: int, tokens: int, blocks: int, longest_run: int = 0
 ) -> AttentionStep:
-    """The step as one of a graph: padded decodes have a token of block 0, padded prompts none, and
-    padded tokens, which are NaN, belong to nobody."""
-    host, n = step.paged.host, step.paged.num_decodes
-    fill = decodes - n
-    middle = int(host.cu_seqlens[n])
-
-    def filled(values: list[int], decode: int, prompt: int) -> list[int]:
-        rest = prompts - (len(values) - n)
-        return values[:n] + [decode] * fill + values[n:] + [prompt] * rest
-
-    def spread(x: Tensor, filler: float) -> Tensor:
-        out = x.new_full((tokens, *x.shape[1:]), filler)
-        out[:middle], out[middle : middle + fill] = x[:middle], 0
-        out[middle + fill : len(x) + fill] = x[middle:]
-        return out
-
-    own = [host.kv_indices[a:b].tolist() for a, b in pairwise(host.kv_indptr)]
-    listed = own[:n] + [[0]] * fill + own[n:] + [[0]] * (prompts - (len(own) - n))
-    padded_host = PagedHost(
-        np.cumsum([0, *filled(np.diff(host.cu_seqlens).tolist(), 1, 0)]),
-        np.array(filled(host.kv_length.tolist(), 1, 1)),
-        np.cumsum([0, *map(len, listed)]),
-        np.concatenate(listed),
-        np.array(filled(host.last_block_length.tolist(), 1, 1)),
-    )
-    paged: PagedSequences = paged_sequences(
-        padded_host, spread(step.paged.kv_slot, 0), decodes, "cpu"
-    )
-    indices = torch.zeros(blocks, dtype=torch.int64)
-    indices[: len(paged.kv_indices)] = paged.kv_indices
-    paged = replace(paged, kv_indices=indices, static=True, longest_run=longest_run)
+    """The step as one of a graph; padded tokens are NaN."""
+    paged, spread = padded_sequences(step.paged, decodes, prompts, tokens, blocks, longest_run)
     query, key, value = (spread(x, torch.nan) for x in (step.query, step.key, step.value))
     return AttentionStep(paged, query, key, value, step.cache, step.expected)
 

@@ -78,10 +78,9 @@ def append(key: Tensor, value: Tensor, cache: KVCache, plan: AttentionPlan) -> N
 
 def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
     """As in Attention."""
-    heads, head_dim = query.shape[1:]
     keys, values = cache.key.flatten(0, 1), cache.value.flatten(0, 1)
     kv_heads = keys.shape[1]
-    output = torch.zeros_like(query)
+    output = query.new_zeros((*query.shape[:2], values.shape[2]))
     for group in plan.groups:
         count = len(group.last_key)
         here = slice(group.first, group.first + count)
@@ -90,7 +89,7 @@ def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
         shape = q.shape[:3]
         most = q.new_full(shape, -torch.inf)
         total = q.new_zeros(shape)
-        out = q.new_zeros(q.shape)
+        out = q.new_zeros((*shape, values.shape[2]))
         for active, rows, hidden in group.tiles:
             k, v = (_gathered(stored, rows, len(active)) for stored in (keys, values))
             own = q.index_select(0, active)
@@ -107,7 +106,7 @@ def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
             part = out.index_select(0, active) * factor[..., None] + torch.matmul(weights, v)
             out.index_copy_(0, active, part)
         out = out / torch.where(total > 0, total, 1)[..., None]
-        output[here] = out.view(count, heads, head_dim).to(query.dtype)
+        output[here] = out.flatten(1, 2).to(query.dtype)
     return output if cache.v_scale == 1.0 else output.mul_(cache.v_scale)
 
 

@@ -233,10 +233,11 @@ def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
     """As in Attention."""
     heads, head_dim = query.shape[1:]
     all_keys, all_values = _rows_of(cache.key), _rows_of(cache.value)
+    value_dim = all_values.shape[2]
     kv_heads = all_keys.shape[1]
     # Scales of FP8 are factors of all scores, and of the result: nothing is rounded for them.
     scale = plan.scale * cache.k_scale
-    output = torch.empty_like(query)
+    output = query.new_empty((len(query), heads, value_dim))
     for group in plan.groups:
         number, queries, keys = group.shape
         q = _take(query, group.queries).view(number, queries, heads, head_dim)
@@ -244,7 +245,7 @@ def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
         if cache.is_fp8:
             k, v = k.view(FP8).to(query.dtype), v.view(FP8).to(query.dtype)
         k = k.view(number, keys, kv_heads, head_dim).transpose(1, 2)
-        v = v.view(number, keys, kv_heads, head_dim).transpose(1, 2)
+        v = v.view(number, keys, kv_heads, value_dim).transpose(1, 2)
         if queries == 1:
             # The query heads of one KV head become its queries: no repeated keys.
             q = q.view(number, kv_heads, heads // kv_heads, head_dim)
@@ -259,7 +260,7 @@ def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
                 scale=scale,
                 enable_gqa=heads != kv_heads,
             ).transpose(1, 2)
-        out = out.reshape(-1, heads, head_dim)
+        out = out.reshape(-1, heads, value_dim)
         if group.valid is not None:
             out = out.index_select(0, group.valid)
         if isinstance(group.tokens, slice):

@@ -1,0 +1,1 @@
+"""Attention of all heads over one cached latent a token."""

@@ -1,0 +1,195 @@
+"""Latent attention's kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_hybrid.kernels.contract import AttentionShape
+from tests.thorough import A_THIRD, usually
+
+if torch.cuda.is_available():
+    pytest.skip("the GPU tests run the compiled kernels", allow_module_level=True)
+pytest.importorskip("triton")
+
+from megatron_hybrid.kernels.latent_attention.triton import TritonLatentAttention  # noqa: E402
+from megatron_hybrid.kernels.paged_attention.triton_by_split import Tile  # noqa: E402
+from megatron_hybrid.kernels.rope import triton as rope  # noqa: E402
+from tests.kernels.attention_cases import Lengths, padded_sequences  # noqa: E402
+from tests.kernels.dots_in_order import dots_in_order as dots_in_order  # noqa: E402
+from tests.kernels.latent_cases import (  # noqa: E402
+    FP8,
+    MIXED,
+    LatentStep,
+    attended,
+    check,
+    check_bits,
+    check_first_position,
+    check_masked_writes,
+    latent_shape,
+    latent_step,
+)
+
+KEYS, SPLIT = 16, 32
+
+
+def small(
+    batch_invariant: bool = True, workspace_bytes: int = 1 << 20, rows: int = 16
+) -> TritonLatentAttention:
+    """With small tiles and splits."""
+    tile = Tile(rows, 4, 2)
+    return TritonLatentAttention(
+        batch_invariant, keys=KEYS, split=SPLIT, workspace_bytes=workspace_bytes, prompts=tile
+    )
+
+
+BOTH = pytest.mark.parametrize("batch_invariant", [False, True])
+
+
+@BOTH
+@pytest.mark.parametrize("workspace_bytes", [0, 8000, 1 << 20])
+def test_decodes_and_prompts_mix(batch_invariant: bool, workspace_bytes: int) -> None:
+    """Whether partial results have no room, room for those of some sequences, or of all."""
+    attention = small(batch_invariant, workspace_bytes)
+    check(attention, rope, MIXED, decodes=3)
+    check(attention, rope, MIXED[2:9], decodes=6)
+
+
+@BOTH
+def test_as_it_is_by_default(batch_invariant: bool) -> None:
+    shape = latent_shape(block_size=64)
+    attention = TritonLatentAttention(batch_invariant)
+    check(attention, rope, [(1, 9), (1, 600), (30, 70)], shape)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_pairs_lie_side_by_side_or_half_apart(interleaved: bool) -> None:
+    check(small(), rope, MIXED, interleaved=interleaved)
+
+
+def test_positions_may_rotate_nothing() -> None:
+    check(small(), rope, MIXED, turns=False)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("heads", "latent", "turned"), usually([(3, 24, 4), (20, 32, 16)],
+    [(1, 8, 2), (3, 24, 4), (5, 20, 16), (20, 32, 16)]),
+)  # fmt: skip
+def test_heads_and_latents_of_any_size(
+    heads: int, latent: int, turned: int, batch_invariant: bool
+) -> None:
+    for block_size in (3, 16):
+        shape = latent_shape(heads, latent, turned, block_size)
+        lengths = [(1, 6), (1, 70), (40, 50), (5, 5)]
+        check(small(batch_invariant), rope, lengths, shape, nope=7, v_dim=9)
+
+
+@BOTH
+def test_the_first_positions_may_be_hidden(batch_invariant: bool) -> None:
+    lengths = [(1, 3), (1, 70), (7, 7), (5, 40), (1, 1), (3, 100)]
+    check_first_position(small(batch_invariant), rope, lengths)
+    shape = latent_shape(first_position=1)
+    for decodes in (2, 0):
+        step = latent_step([(1, 1), (1, 9)], shape, decodes=decodes)
+        assert not attended(small(batch_invariant), rope, step)[0].any()
+
+
+@BOTH
+def test_fp8_latents_are_attended_to_as_they_are_stored(batch_invariant: bool) -> None:
+    check(small(batch_invariant), rope, MIXED, latent_shape(kv_dtype=FP8), decodes=3)
+
+
+@pytest.mark.usefixtures("dots_in_order")
+def test_bfloat16() -> None:
+    check(small(), rope, MIXED, latent_shape(dtype=torch.bfloat16), tolerance=8e-2)
+
+
+def test_masked_writes() -> None:
+    check_masked_writes(small(), rope)
+
+
+@BOTH
+def test_not_a_number_is_not_taken_for_nothing(batch_invariant: bool) -> None:
+    """A NaN in one split is no split without keys; other sequences don't notice."""
+    step = latent_step([(1, 100), (1, 70)], latent_shape())
+    step.latent[0] = torch.nan
+    missing = attended(small(batch_invariant), rope, step).isnan()
+    assert missing[0].all() and not missing[1].any()
+
+
+# ---------------------------------------------------------------- bits
+
+
+@pytest.mark.usefixtures("dots_in_order")
+@pytest.mark.parametrize(
+    "shape",
+    [
+        latent_shape(2, 16, 4, 16, first_position=1),
+        latent_shape(3, 16, 8, 16, kv_dtype=FP8),
+        *usually([], [latent_shape(2, 16, 4, 16, torch.bfloat16), latent_shape(20, 24, 8, 4)]),
+    ],
+    ids=str,
+)
+def test_bits_depend_on_the_sequence_alone(shape: AttentionShape) -> None:
+    check_bits(small, rope, shape, [75, 41])
+
+
+# ---------------------------------------------------------------- a graph's steps
+
+
+def padded(step: LatentStep, blocks: int, longest_run: int) -> LatentStep:
+    """The step as one of a graph, with two more decodes and room for three prompts; padded tokens
+    are NaN."""
+    decodes, tokens = step.paged.num_decodes + 2, len(step.query) + 9
+    paged, spread = padded_sequences(step.paged, decodes, 3, tokens, blocks, longest_run)
+    query, latent = (spread(x, torch.nan) for x in (step.query, step.latent))
+    return replace(
+        step, paged=paged, query=query, latent=latent, positions=spread(step.positions, 0)
+    )
+
+
+@pytest.mark.usefixtures("dots_in_order")
+@A_THIRD
+@pytest.mark.parametrize("blocks", [60, 2000])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "n", "longest_run"),
+    [
+        ([(1, 9), (1, 100), (1, 33)], 3, 0),
+        ([(1, 70), (5, 40), (33, 66)], 1, 0),
+        ([(3, 70), (1, 40), (5, 5), (33, 66)], 3, 5),
+        ([(20, 20)], 0, 0),
+    ],
+)
+def test_a_padded_step_gives_the_same(
+    lengths: Lengths, n: int, longest_run: int, batch_invariant: bool, blocks: int
+) -> None:
+    """In batch-invariant mode to the bit."""
+    shape = latent_shape(4, 16, 8, 16)
+    step = latent_step(lengths, shape, decodes=n)
+    full = padded(step, blocks, longest_run)
+    attention = small(batch_invariant)
+    expected = attended(attention, rope, step)
+    found = attended(attention, rope, full)
+    middle = int(step.paged.host.cu_seqlens[n])
+    real = torch.cat((found[:middle], found[middle + 2 : len(expected) + 2]))
+    if batch_invariant:
+        assert torch.equal(real, expected)
+    torch.testing.assert_close(real, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_graphs_launches_follow_from_sizes() -> None:
+    shape = latent_shape(4, 16, 8, 16)
+    plans = []
+    for lengths in ([(1, 9), (1, 1), (7, 7)], [(1, 300), (1, 90), (7, 200)]):
+        plan = small().plan(padded(latent_step(lengths, shape), 100, 0).paged, shape)
+        inner = plan.inner
+        plans.append((inner.longest, inner.items, inner.joins, inner.prompt_tokens, plan.wanted))
+    assert plans[0] == plans[1]
+
+
+def test_any_number_of_prompt_tokens_can_be_captured() -> None:
+    assert small().most_captured(latent_shape(), 16) > 1 << 20
