@@ -3,8 +3,8 @@ a server that is split over ranks in another way.
 
 A page holds a KV block, or a part of a state, as HostCopier writes it: one tensor of one layer
 behind the other. Of each a rank has some rows of one axis, which are the rows that it has of the
-weights: KV heads as k_proj, channels of a convolution as its weight, heads of a recurrence as
-A_log. The channels of a convolution on two ranks, and on one:
+weights: KV heads as what makes keys, channels of a convolution as its weight, heads of a recurrence
+as A_log. The channels of a convolution on two ranks, and on one:
 
     rank 0   | x 0-63   | B 0-15  | C 0-15  |
                                                   | x 0-127 | B 0-31 | C 0-31 |
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatron_hybrid.disaggregation.remote_memory import FLAG
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.layers.attention import Attention
+from megatron_hybrid.layers.cached_attention import CachedAttention
 from megatron_hybrid.layers.inputs import LayerCaches
 from megatron_hybrid.layers.parts import Parts
 from megatron_hybrid.layers.recurrent import RecurrentMixer
@@ -221,8 +221,8 @@ def _block_parts(model: HybridModel, caches: LayerCaches) -> Iterator[PagePart]:
     attentions = _attentions(model)
     for layer, cache in caches.kv.items():
         attention = attentions[layer]
-        parts, dim = attention.weight_parts(), attention.config.head_dim
-        heads = _Split.of_weight(parts, "k_proj.weight", each=dim)
+        parts, dim = attention.weight_parts(), attention.kv_spec().head_dim
+        heads = _Split.of_weight(parts, attention.key_role, each=dim)
         for name, rows in (("key", cache.key), ("value", cache.value)):
             yield _part(layer, name, rows, heads, axis=1)
 
@@ -254,7 +254,7 @@ def _state_rows(model: HybridModel, caches: LayerCaches) -> Iterator[tuple[int, 
                     yield layer, name, rows
 
 
-def _attentions(model: HybridModel) -> dict[int, Attention]:
+def _attentions(model: HybridModel) -> dict[int, CachedAttention]:
     found = {index: block.attention for index, block in model.own_blocks()}
     if model.mtp is not None:
         found[model.mtp.first] = model.mtp.attention

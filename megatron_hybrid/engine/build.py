@@ -427,7 +427,7 @@ def _graph_sizes(plan: _Plan, max_requests: int) -> tuple[GraphSize, ...]:
         max_requests,
         config.inference_dynamic_batching_max_tokens,
         config.num_speculative_tokens,
-        prompt_room(config, plan.parallel, plan.shapes, plan.kernels.attention),
+        prompt_room(config, plan.parallel, plan.shapes, plan.kernels),
         adapters=config.enable_lora,
     )
 

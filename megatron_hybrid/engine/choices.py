@@ -12,7 +12,7 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.capture_schedule import AT_START
 from megatron_hybrid.execution.prompt_room import NO_ROOM, PromptRoom
 from megatron_hybrid.kernels.contract import FP8
-from megatron_hybrid.kernels.protocols import Attention
+from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.models.config import HybridModelConfig, resolve_dtype
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
@@ -72,7 +72,7 @@ def all_to_all_from(
 
 
 def prompt_room(
-    config: EngineConfig, parallel: ParallelContext, model: HybridModel, attention: Attention
+    config: EngineConfig, parallel: ParallelContext, model: HybridModel, kernels: KernelSet
 ) -> PromptRoom:
     """Of the graphs of long prompts, the same on every rank, which all call it. None of replicas
     that reach experts by all-to-all: that is not captured."""
@@ -81,7 +81,7 @@ def prompt_room(
         return NO_ROOM
     prompts = config.inference_dynamic_batching_cuda_graph_mixed_prefill_count
     block_size = config.inference_dynamic_batching_block_size
-    room = PromptRoom.of(model, attention, prompts, block_size)
+    room = PromptRoom.of(model, kernels, prompts, block_size)
     return PromptRoom(*(parallel.lockstep.minimum(value) for value in room))
 
 

@@ -59,8 +59,10 @@ def host_geometry(geometry: CacheGeometry, form: HostForm, stages: ModelStages) 
     the same on all ranks."""
     if form.kv is not None and geometry.has_attention:
         sizes = [
-            2 * kv_row_bytes((geometry.block_size, spec.num_kv_heads, spec.head_dim))
+            kv_row_bytes((geometry.block_size, spec.num_kv_heads, dim))
             for spec in stages.kv_specs.values()
+            for dim in spec.dims
+            if dim
         ]
         geometry = replace(geometry, bytes_per_block=sum(sizes))
     if form.states is not None and geometry.has_recurrent:

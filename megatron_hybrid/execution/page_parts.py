@@ -169,7 +169,7 @@ class PageParts:
 def _blocks_of(caches: LayerCaches, form: HostForm) -> Iterable[Part]:
     for cache in caches.kv.values():
         for tensor in (cache.key, cache.value):
-            if form.kv is None:
+            if form.kv is None or not tensor[0].numel():
                 yield _exact(tensor)
             else:
                 yield RoundedPart(tensor, dtype=form.kv, over=_KV_OVER)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from megatron_hybrid.kernels.protocols import Attention
+from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.weight_shares import weight_shares
 
@@ -36,22 +36,27 @@ class PromptRoom(NamedTuple):
 
     @classmethod
     def of(
-        cls, model: HybridModel, attention: Attention, prompts: int, block_size: int
+        cls, model: HybridModel, kernels: KernelSet, prompts: int, block_size: int
     ) -> PromptRoom:
         """Of one rank's part of a model, whose weights need not be there; for steps of up to so
-        many prompts. `attention`: its kernels."""
+        many prompts. `kernels`: that it runs on."""
         launches = _LAUNCHES * len(model.blocks)
         left = launches - sum(model.weight_bytes().values()) / _READ
         tokens = max(0, int(left * _MULTIPLIED / max(bytes_of_a_token(model), 1)))
-        shapes = model.attention_shapes(block_size)
+        kinds = model.attention_kinds
+        shapes = {kind: layer.shape(block_size) for kind, layer in kinds.items()}
         layers = Counter(a.kind for _, block in model.own_blocks() if (a := block.attention))
         operations = sum(  # of a pair
             4 * layers[kind] * shape.heads * shape.head_dim for kind, shape in shapes.items()
         )
         if not shapes:
             return cls(tokens)
+        captured = (
+            kinds[kind].kernel(kernels).most_captured(shape, prompts)
+            for kind, shape in shapes.items()
+        )
         return cls(
-            min(tokens, *(attention.most_captured(shape, prompts) for shape in shapes.values())),
+            min(tokens, *captured),
             int(_ATTENTION * launches * _ATTENDED / max(operations, 1)),
         )
 

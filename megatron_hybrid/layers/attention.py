@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import FP8, AttentionShape, KVCache, PagedSequences
+from megatron_hybrid.kernels.contract import FP8, AttentionShape, KVCache
 from megatron_hybrid.kernels.kernel_set import KernelSet
-from megatron_hybrid.kernels.protocols import HeadNorms, Inputs, Plan, Reader
-from megatron_hybrid.layers.inputs import KVSpec, LayerCaches
+from megatron_hybrid.kernels.protocols import HeadNorms, Inputs, PagedKernel, Reader
+from megatron_hybrid.layers.cached_attention import CachedAttention
+from megatron_hybrid.layers.inputs import KVSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
-from megatron_hybrid.layers.mixer import LayerContext, Mixer
+from megatron_hybrid.layers.mixer import LayerContext
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import (
     Part,
@@ -51,30 +52,20 @@ class AttentionConfig:
         return Attention(self, context)
 
 
-class Attention(Mixer):
-    """KV heads are split over the ranks, or replicated where there are fewer heads than ranks.
-
-    `k_scale`, `v_scale`: what keys and values in FP8 are stored by (see KVCache). They are the
-    checkpoint's that is loaded at first: what is cached stays as it is when new weights come.
-    `kind` names the layers that share their plans, and `rope`.
-    """
+class Attention(CachedAttention):
+    """KV heads are split over the ranks, or replicated where there are fewer heads than ranks."""
 
     kind = "attention"
+    key_role = "k_proj.weight"
 
     def __init__(
         self, config: AttentionConfig, context: LayerContext, input_size: int | None = None
     ) -> None:
         """`input_size`: where it is not the hidden size."""
-        super().__init__()
+        super().__init__(context, config.rope)
         self.config = config
-        self.rope = config.rope
-        self.layer = context.layer
-        self.kv_dtype = context.kv_dtype
-        self.k_scale = self.v_scale = 1.0
         if self.kv_dtype == FP8:
             self.scale_by(1.0, 1.0)
-        self.parallel = context.parallel
-        self.dtype = context.dtype
         self.heads = context.share(config.num_heads, "attention heads")
         self.kv_heads = context.share(config.num_kv_heads, "KV heads", or_copy=True)
         queries, keys = self.heads * config.head_dim, self.kv_heads * config.head_dim
@@ -90,30 +81,29 @@ class Attention(Mixer):
                 for size in sizes
             )
 
-    @property
-    def attention(self) -> Attention:
-        return self
-
     def scale_by(self, k_scale: float, v_scale: float) -> None:
-        """Store keys and values, which are in FP8, by these scales of a checkpoint."""
+        """As in CachedAttention."""
         self.k_scale, self.v_scale = k_scale / self.config.key_multiplier, v_scale
 
     def kv_spec(self) -> KVSpec:
-        """Of its cache on this rank."""
+        """As in CachedAttention."""
         return KVSpec(self.kv_heads, self.config.head_dim, self.kv_dtype)
 
     def shape(self, block_size: int) -> AttentionShape:
-        """What the kernels need to know of every attention layer of the model."""
+        """As in CachedAttention."""
         config, dtype = self.config, self.dtype
         dtypes = dtype, self.kv_dtype
         return AttentionShape(
             self.heads, self.kv_heads, config.head_dim, config.scale, block_size, *dtypes
         )
 
-    def plan(self, paged: PagedSequences, caches: LayerCaches, kernels: KernelSet) -> Plan:
-        """What its kernels work out on the host, once a step for all layers of its kind."""
-        block_size = caches.kv[self.layer].key.shape[1]
-        return kernels.attention.plan(paged, self.shape(block_size))
+    @property
+    def pair_size(self) -> int:
+        return self.heads * self.config.head_dim
+
+    def kernel(self, kernels: KernelSet) -> PagedKernel:
+        """As in CachedAttention."""
+        return kernels.attention
 
     @property
     def reader(self) -> Reader | None:
@@ -153,7 +143,7 @@ class Attention(Mixer):
         return self.attend(self.qkv_proj(x, plans.kernels), plans, self.layer)
 
     def store(self, x: Tensor, plans: KernelPlans) -> None:
-        """Write the keys and values of tokens [tokens, hidden], and attend to nothing."""
+        """As in CachedAttention."""
         kernels, dim = plans.kernels, self.config.head_dim
         start, stop = self.heads * dim, (self.heads + 2 * self.kv_heads) * dim
         projected = self.qkv_proj.rows(x, start, stop, kernels)

@@ -16,7 +16,7 @@ from megatron_hybrid.layers.parts import Parts, inner_parts
 from megatron_hybrid.parallel import ExpertRanks, RankGroup
 
 if TYPE_CHECKING:
-    from megatron_hybrid.layers.attention import Attention
+    from megatron_hybrid.layers.cached_attention import CachedAttention
     from megatron_hybrid.layers.kernel_plans import KernelPlans
     from megatron_hybrid.layers.recurrent import RecurrentMixer
 
@@ -99,7 +99,7 @@ class Mixer(nn.Module):
             known.copy_(value)
 
     @property
-    def attention(self) -> Attention | None:
+    def attention(self) -> CachedAttention | None:
         """The attention in it, which has a KV cache."""
         return None
 

@@ -82,25 +82,28 @@ class Rows(NamedTuple):
     start: int
     total: int
     multiplier: float = 1.0
+    has_bias: bool = True  # where the projection has one; else its part is no weight
 
 
 def fused(rows: Iterable[Rows], layer: Linear, input_multiplier: float = 1.0) -> Parts:
     """All rows of a projection, in order. input_multiplier: a constant factor of what goes in."""
     rows, first = list(rows), 0
-    for role, size, start, total, own in rows:
+    for role, size, start, total, own, _ in rows:
         source = slice(start, start + size), slice(0, layer.inputs)
         shape, factor = (total, layer.inputs), own * input_multiplier
         yield LinearPart(f"{role}.weight", shape, source, layer, first, factor)
         first += size
     if layer.bias is not None:
-        yield from sections("bias", rows, layer.bias)
+        for row, part in zip(rows, sections("bias", rows, layer.bias), strict=True):
+            if row.has_bias:
+                yield part
 
 
 def sections(name: str, rows: Iterable[Rows], parameter: Tensor) -> Parts:
     """All rows of a parameter, in order, which are in the weights `role`.`name`."""
     rows = list(rows)
     targets = parameter.split([one.size for one in rows])
-    for (role, _, start, total, multiplier), target in zip(rows, targets, strict=True):
+    for (role, _, start, total, multiplier, _), target in zip(rows, targets, strict=True):
         yield replace(section(f"{role}.{name}", target, 0, start, total), multiplier=multiplier)
 
 

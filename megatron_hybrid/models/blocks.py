@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_hybrid.kernels.linear.formats import WeightFormat
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.protocols import Inputs
-from megatron_hybrid.layers.attention import Attention
+from megatron_hybrid.layers.cached_attention import CachedAttention
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.linear import allocate_linears
 from megatron_hybrid.layers.mixer import LayerContext, Mixed, Mixer, added_up
@@ -77,7 +77,7 @@ class Block(nn.Module):
         self.post_norm = post_norm
 
     @property
-    def attention(self) -> Attention | None:
+    def attention(self) -> CachedAttention | None:
         """The layer that has KV; None for a block without one."""
         return self.mixer.attention
 
@@ -158,7 +158,7 @@ class SharedTransformerBlock(Block):
         self.transformer = transformer
 
     @property
-    def attention(self) -> Attention:
+    def attention(self) -> CachedAttention:
         """The shared transformer's."""
         return self.transformer.shared.self_attn
 

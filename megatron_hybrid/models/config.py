@@ -35,6 +35,7 @@ _DTYPES = {
 # Megatron's letters for layers, and below those that it has none for.
 MAMBA, ATTENTION, DENSE_MLP, EXPERTS, GATED_DELTA_NET = "M", "*", "-", "E", "G"
 MAMBA1, SHORT_CONV, SIDE_BY_SIDE, SHARED_TRANSFORMER = "S", "C", "H", "Z"
+LATENT_ATTENTION = "A"
 # Whose scans are computed chunk by chunk.
 CHUNKED = frozenset({MAMBA, GATED_DELTA_NET, SIDE_BY_SIDE, SHARED_TRANSFORMER})
 
@@ -88,7 +89,7 @@ class HybridModelConfig:
         M  Mamba2              *  attention             H  attention and Mamba2 side by side
         S  Mamba1              -  MLP                   Z  Mamba2, whose input a shared transformer
         G  gated delta net     E  mixture of experts       block adds to
-        C  short convolution
+        C  short convolution    A  latent attention
 
     Every block is x + residual_multiplier * mixer(norm(x)), or as its BlockForm says. The
     description of a kind of block is None when the pattern has none of it; `others` has those of

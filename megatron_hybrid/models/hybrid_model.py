@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_hybrid.kernels.contract import AttentionShape, DecodeRuns
+from megatron_hybrid.kernels.contract import DecodeRuns
 from megatron_hybrid.kernels.kernel_set import REFERENCE
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.layers.adapters import AdaptedPart, AdapterSlots, of_logits
-from megatron_hybrid.layers.attention import Attention
+from megatron_hybrid.layers.cached_attention import CachedAttention
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, LockstepSize, StateSpec, StepInputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.linear import (
@@ -226,7 +226,7 @@ class HybridModel(nn.Module):
             assert isinstance(block, Block)
             yield index, block
 
-    def attentions(self) -> Iterator[tuple[int, str, Attention]]:
+    def attentions(self) -> Iterator[tuple[int, str, CachedAttention]]:
         """(block, role, layer) for each attention of this rank: block and role of the projection to
         its keys, as in `weight_parts`."""
         layers = {index: block.attention for index, block in self.own_blocks()}
@@ -234,9 +234,8 @@ class HybridModel(nn.Module):
         if self.mtp is not None:
             layers[self.mtp.first] = self.mtp.attention
         for block, part in self.weight_parts():
-            if part.role.endswith("k_proj.weight") and block is not None:
-                layer = layers[block]
-                assert layer is not None
+            layer = None if block is None else layers.get(block)
+            if block is not None and layer is not None and part.role.endswith(layer.key_role):
                 yield block, part.role, layer
 
     def _recurrent_layers(self) -> Iterator[RecurrentMixer]:
@@ -423,9 +422,10 @@ class HybridModel(nn.Module):
         for layer in self._recurrent_layers():
             layer(nothing, plans)  # one token of padding
 
-    def attention_shapes(self, block_size: int) -> dict[str, AttentionShape]:
-        """What attention layers of this rank have in common, by kind."""
-        return {kind: layer.shape(block_size) for kind, layer in self._attentions.items()}
+    @property
+    def attention_kinds(self) -> Mapping[str, CachedAttention]:
+        """One of this rank's attention layers of each kind."""
+        return self._attentions
 
     def plan(self, inputs: StepInputs, caches: LayerCaches) -> KernelPlans:
         """What kernels work out on the host once a step, for all layers."""

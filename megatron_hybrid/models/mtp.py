@@ -21,7 +21,7 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.contract import AttentionShape
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.kernels.linear.reference import plain_rows
-from megatron_hybrid.layers.attention import Attention
+from megatron_hybrid.layers.cached_attention import CachedAttention
 from megatron_hybrid.layers.delay import Delay
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
@@ -57,7 +57,7 @@ class MTPHead(nn.Module):
         self.leaving = builder.addend(self.first + len(self.blocks))  # of the last block
 
     @property
-    def attention(self) -> Attention:
+    def attention(self) -> CachedAttention:
         """Of its first block, the only one with KV."""
         layer = self._block(0).attention
         assert layer is not None

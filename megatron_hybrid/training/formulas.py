@@ -19,6 +19,8 @@ from megatron_hybrid.kernels.protocols import (
     DeltaRuleConstants,
     DeltaRuleTokens,
     HeadNorms,
+    LatentNorm,
+    LatentWeights,
     Mamba1Constants,
     Mamba1Tokens,
     Mamba2Constants,
@@ -125,6 +127,45 @@ def _rotated(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     cosine, sine = angle.cos(), angle.sin()
     turned = (first * cosine - second * sine, second * cosine + first * sine, rest.float())
     return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+def latents(
+    query: Tensor,
+    latent: Tensor,
+    norm: LatentNorm,
+    angles: tuple[Tensor, Tensor] | None,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """LatentAttention.prepare's queries, and keys [T, 1, head_dim]; angles: as above."""
+    size = len(norm.weight)
+    normed = rms_norm(latent[:, None, :size], norm.weight, norm.eps, latent.dtype)
+    behind = latent[:, None, size:]
+    if angles is not None:
+        nope = query.shape[-1] - behind.shape[-1]
+        turned = _turned(query[..., nope:], interleaved, *angles)
+        query = torch.cat((query[..., :nope], turned), dim=-1)
+        behind = _turned(behind, interleaved, *angles)
+    return query, torch.cat((normed, behind), dim=-1)
+
+
+def _turned(x: Tensor, interleaved: bool, positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Each number stays in its place."""
+    if not interleaved:
+        return _rotated(x, positions, frequencies)
+    halves = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+    first, second = _rotated(halves, positions, frequencies).chunk(2, dim=-1)
+    return torch.stack((first, second), dim=-1).flatten(-2)
+
+
+def latent_attention(
+    query: Tensor, key: Tensor, weights: LatentWeights, scale: float, sequences: Sequences
+) -> Tensor:
+    """LatentAttention.attend to keys [T, 1, head_dim], by keys and values of every head."""
+    latent, behind = key[:, 0].float().tensor_split([weights.key.shape[2]], dim=1)
+    keys = torch.einsum("tl,hnl->thn", latent, weights.key.float())
+    behind = behind[:, None].expand(-1, keys.shape[1], -1)
+    value = torch.einsum("tl,hvl->thv", latent, weights.value.float())
+    return attention(query, torch.cat((keys, behind), dim=-1), value, scale, sequences)
 
 
 def attention(

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import (
-    FP8,
     AttentionShape,
     KVCache,
     PagedSequences,
@@ -25,6 +24,11 @@ from megatron_hybrid.kernels.protocols import ConvConstants, Gates, HeadNorms, P
 from megatron_hybrid.training import formulas
 from megatron_hybrid.training.experts import ExpertsUnderAutograd
 from megatron_hybrid.training.formulas import Sequences
+from megatron_hybrid.training.latent_attention import (
+    LatentAttentionUnderAutograd,
+    PassPlan,
+    stored_rows,
+)
 from megatron_hybrid.training.nodes import Call, Over, product, recomputed
 
 
@@ -51,6 +55,7 @@ def under_autograd(kernels: KernelSet, sequences: Sequences) -> KernelSet:
     changed: dict[str, Any] = {name: scan(getattr(kernels, name), name) for name in scans}
     changed |= {
         "attention": attention,
+        "latent_attention": LatentAttentionUnderAutograd(kernels.latent_attention, sequences),
         "rope": _Rope(kernels.rope, attention),
         "conv": conv,
         "norm": _Norm(kernels.norm),
@@ -185,13 +190,6 @@ class _Activation(Over):
         return y
 
 
-@dataclass(frozen=True, slots=True)
-class _AttentionPlan:
-    inner: Plan
-    scale: float
-    kv_slot: Tensor
-
-
 @dataclass(frozen=True)
 class _Attention(Over):
     """Gradients go from queries to the keys and values that `_Rope` put into the cache."""
@@ -199,12 +197,12 @@ class _Attention(Over):
     sequences: Sequences
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by the cache's keys
 
-    def plan(self, paged: PagedSequences, shape: AttentionShape) -> _AttentionPlan:
+    def plan(self, paged: PagedSequences, shape: AttentionShape) -> PassPlan:
         """As in Attention."""
         assert not shape.first_position
-        return _AttentionPlan(self.inner.plan(paged, shape), shape.scale, paged.kv_slot)
+        return PassPlan(self.inner.plan(paged, shape), shape.scale, paged.kv_slot)
 
-    def attend(self, query: Tensor, cache: KVCache, plan: _AttentionPlan) -> Tensor:
+    def attend(self, query: Tensor, cache: KVCache, plan: PassPlan) -> Tensor:
         """As in Attention."""
         key, value = self.kept.pop(id(cache.key))
 
@@ -230,7 +228,7 @@ class _Rope(Over):
         norms: HeadNorms | None,
         plan: Any,
         cache: KVCache,
-        attention: _AttentionPlan,
+        attention: PassPlan,
     ) -> Tensor:
         """As in Rope."""
         rotation, angles = (None, None) if plan is None else plan
@@ -244,8 +242,8 @@ class _Rope(Over):
             query = self.inner.prepare(qkv, heads, rotation, cache, attention.inner)
             # What attention will see of them; rounded to FP8, their gradients pass as they are.
             stored = (
-                _rows(cache.key, attention.kv_slot, cache.k_scale, qkv.dtype),
-                _rows(cache.value, attention.kv_slot, cache.v_scale, qkv.dtype),
+                stored_rows(cache.key, attention.kv_slot, cache.k_scale, qkv.dtype),
+                stored_rows(cache.value, attention.kv_slot, cache.v_scale, qkv.dtype),
             )
             return query.clone(), *stored
 
@@ -257,14 +255,6 @@ class _Rope(Over):
         self.attention.kept[id(cache.key)] = key, value
         found: Tensor = query
         return found
-
-
-def _rows(stored: Tensor, places: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    rows = stored.flatten(0, 1)
-    if stored.dtype == FP8:  # torch moves FP8 on some devices only
-        taken = rows.view(torch.uint8).index_select(0, places).view(FP8)
-        return (taken.float() * scale).to(dtype)
-    return rows.index_select(0, places)
 
 
 @dataclass(frozen=True)

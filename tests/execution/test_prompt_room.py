@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from megatron_hybrid.engine.choices import prompt_room
 from megatron_hybrid.execution.cuda_graphs import graph_sizes
 from megatron_hybrid.execution.prompt_room import NO_LIMIT, PromptRoom, bytes_of_a_token
 from megatron_hybrid.kernels.contract import AttentionShape
-from megatron_hybrid.kernels.paged_attention import reference
+from megatron_hybrid.kernels.kernel_set import REFERENCE, KernelSet
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
@@ -42,7 +44,11 @@ def model(name: str, parallel: ParallelContext, ranks: int = 1) -> HybridModel:
 
 
 def room(shapes: HybridModel, attention: Attention | None = None) -> PromptRoom:
-    return PromptRoom.of(shapes, attention or Attention(), 16, 64)  # type: ignore[arg-type]
+    return PromptRoom.of(shapes, kernels(attention or Attention()), 16, 64)
+
+
+def kernels(attention: Any) -> KernelSet:
+    return replace(REFERENCE, attention=attention, latent_attention=attention)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +83,7 @@ def test_long_contexts_are_left_to_kernels_that_are_faster_there(parallel: Paral
 def test_attention_may_have_less_room(parallel: ParallelContext) -> None:
     granite = model("granite-4.0-h-tiny", parallel)
     assert room(granite, Attention(700)).tokens == 700
-    assert PromptRoom.of(granite, reference, 16, 64).tokens == 0
+    assert PromptRoom.of(granite, REFERENCE, 16, 64).tokens == 0
     found = graph_sizes(16, 16, 256, 8192, 0, room(granite, Attention(1100)))
     long = sorted({size.prefill_tokens for size in found if size.is_long})
     assert long == [640, 768, 1024]
@@ -101,7 +107,7 @@ def test_replicas_with_all_to_all_have_none_since_that_is_not_captured(
     def tokens(replicas: int, dispatcher: str = "auto") -> int:
         given = config.replace(moe_token_dispatcher_type=dispatcher)
         several = first_replica_of(parallel, replicas)
-        return prompt_room(given, several, granite, Attention()).tokens  # type: ignore[arg-type]
+        return prompt_room(given, several, granite, kernels(Attention())).tokens
 
     alone = room(granite).tokens
     assert tokens(1) == tokens(1, "alltoall") == tokens(2) == tokens(2, "allgather") == alone

@@ -88,7 +88,7 @@ class Shape:
             behind = index > model.stages.last_mixing
             (others if behind else mixing).extend(weight_shares(block))
             if block.attention is not None:
-                sizes += block.attention.heads * block.attention.config.head_dim
+                sizes += block.attention.pair_size
         assert model.embedding is not None
         embedding = model.embedding.weight
         head = WeightShare(embedding.numel(), embedding.nbytes)

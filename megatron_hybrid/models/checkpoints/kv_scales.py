@@ -25,7 +25,7 @@ def is_kv_scale(name: str) -> bool:
 def scale_names(projection: str, letter: str) -> list[str]:
     """Where a checkpoint may have the scale of keys ("k") or values ("v"). `projection`: the name
     of the attention's weight that makes its keys."""
-    attention = projection.removesuffix(".k_proj.weight")
+    attention = projection.rsplit(".", 2)[0]
     layer, scale = attention.rpartition(".")[0], f"{letter}_scale"
     return [
         f"{attention}.{letter}_proj.{scale}",  # ModelOpt
