@@ -70,6 +70,20 @@ _OLMO_HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 48,
     "rope_parameters": {"rope_type": "default", "rope_theta": None},
 }  # fmt: skip
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "layer_types": ["full_attention"] * 3,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "intermediate_size": 96,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
 _SHORT_CONV: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["conv", "full_attention", "conv", "conv"],
@@ -203,4 +217,6 @@ TINY: dict[str, Tiny] = {
     ),
     "llama": Tiny("Llama", {"num_hidden_layers": 3, "intermediate_size": 96}),
     "qwen3": Tiny("Qwen3", {"num_hidden_layers": 3, "intermediate_size": 96, "head_dim": 16}),
+    "kimi_linear": Tiny("KimiLinear", _LATENT | _EXPERTS | {"topk_group": 3}),
+    "bailing_hybrid": Tiny("BailingHybrid", _LATENT | _EXPERTS | {"q_lora_rank": 20}),
 }  # fmt: skip

@@ -20,6 +20,7 @@ from megatron_hybrid.disaggregation.page_layout import PageGather, PageLayout
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.layers import inputs
+from megatron_hybrid.layers.attention import Attention
 from megatron_hybrid.layers.inputs import LayerCaches, StateSpec, allocate_caches
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -48,7 +49,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_groups": 1, "num_key_value_heads": 1},
 }
 USUAL = ("nemotron_h", "bamba", "falcon_h1", "zamba2", "mamba", "jamba", "qwen3_next", "lfm2")
-NAMES = usually((*USUAL, "llama"), FAMILIES)
+NAMES = usually((*USUAL, "llama", "bailing_hybrid"), FAMILIES)
 SIZES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))  # tensor, pipeline
 Size = tuple[int, int]
 
@@ -114,7 +115,7 @@ def _rows_by_weights(model: HybridModel) -> dict[tuple[int, str], Tensor]:
     if model.mtp is not None:
         attentions[model.mtp.first] = model.mtp.attention
     for index, attention in attentions.items():
-        if attention is not None:
+        if isinstance(attention, Attention):  # of latents every rank has all
             dim, weight = attention.config.head_dim, attention.qkv_proj.weight
             assert isinstance(weight, Tensor)
             first = attention.heads * dim

@@ -26,9 +26,10 @@ from tests.tiny_models import ATTENTION_ONLY, FAMILIES, make_tiny_model
 # What each test_oracle_*.py runs.
 KINDS = {
     "mamba2": ("nemotron_h", "nemotron_h_moe", "bamba", "granite_moe_hybrid", "mamba2"),
-    "blocks": ("falcon_h1", "zamba2", "in_flight", "recurrent_only", *ATTENTION_ONLY),
+    "blocks": ("falcon_h1", "zamba2", "in_flight", "recurrent_only", "llama", "qwen3"),
     "mamba1": ("mamba", "falcon_mamba", "jamba", "lfm2", "lfm2_moe"),
     "gated_delta_net": ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"),
+    "latent": ("kimi_linear", "bailing_hybrid"),
 }
 assert set(FAMILIES) <= {kind for kinds in KINDS.values() for kind in kinds}
 
@@ -71,7 +72,7 @@ LIKE_OTHERS = {
     *("lfm2_moe", "qwen3_5"),
 }
 # Whose answers are compared with drafts, too; test_logits.py has all families' logits with them.
-DRAFTED = {"qwen3_next", "bamba", "falcon_h1", "zamba2", "jamba", "lfm2"}
+DRAFTED = {"qwen3_next", "bamba", "falcon_h1", "zamba2", "jamba", "lfm2", "bailing_hybrid"}
 SMALLER_BUDGETS = {3, 41}  # of the two of each test
 
 

@@ -48,6 +48,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2_moe": ("lfm2_moe", {}),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen3": ("qwen3", {"vocab_size": 161, "tie_word_embeddings": True}),
+    "kimi_linear": ("kimi_linear", {"attention_bias": True}),
+    "bailing_hybrid": ("bailing_hybrid", {}),
 }
 ON_FOUR_RANKS = ("nemotron_h", "bamba")
 # Weights alone: inputs that are rounded are rounded by each rank for itself.
@@ -57,6 +59,7 @@ QUANTIZED = {
     "lfm2 by GPTQ": ("lfm2", "gptq_v2"),
     "nemotron_h by GPTQ with act_order": ("nemotron_h", "gptq_act_order"),
     "llama by AWQ": ("llama", "awq"),
+    "kimi_linear in 4 bits": ("kimi_linear", "compressed_w4a16"),
 }
 
 

@@ -19,7 +19,7 @@ from tests.engine.bits import OPTIONS
 from tests.thorough import A_THIRD, EVERYTHING, usually
 from tests.tiny_models import FAMILIES, make_tiny_model
 
-SOME = ("nemotron_h_moe", "jamba", "qwen3_next", "zamba2")
+SOME = ("nemotron_h_moe", "jamba", "qwen3_next", "zamba2", "bailing_hybrid")
 LENGTHS = (1, 5, 16, 40, 150)
 SOME_LENGTHS = usually((1, 16, 40, 90), LENGTHS)
 TOKENS = usually(9, 23)

@@ -4,11 +4,13 @@ class is a Family (llama.py is the shortest), and a line here."""
 from __future__ import annotations
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.models.families.bailing_hybrid import BailingHybrid
 from megatron_hybrid.models.families.bamba import Bamba
 from megatron_hybrid.models.families.falcon_h1 import FalconH1
 from megatron_hybrid.models.families.family import Family
 from megatron_hybrid.models.families.granite_moe_hybrid import GraniteMoeHybrid
 from megatron_hybrid.models.families.jamba import Jamba
+from megatron_hybrid.models.families.kimi_linear import KimiLinear
 from megatron_hybrid.models.families.lfm2 import Lfm2
 from megatron_hybrid.models.families.llama import Llama, Qwen3
 from megatron_hybrid.models.families.mamba import Mamba, Mamba2
@@ -30,6 +32,8 @@ FAMILIES: tuple[Family, ...] = (
     Qwen35(),
     OlmoHybrid(),
     Lfm2(),
+    KimiLinear(),
+    BailingHybrid(),
     Llama(),
     Qwen3(),
 )

@@ -1,0 +1,74 @@
+"""Ling 3.0 (inclusionAI, "BailingMoeV3"): Kimi delta attention, the last layer of every group
+multi-head latent attention with a gate for each head, each with an MLP or, past the first layers,
+experts of which groups are chosen first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.models.config import HybridModelConfig
+from megatron_hybrid.models.families.family import Location
+from megatron_hybrid.models.families.kimi_linear import LAYERS, LatentFamily
+from megatron_hybrid.models.families.raw_config import RawConfig
+
+
+class BailingHybrid(LatentFamily):
+    """With names of their own for much of it."""
+
+    model_types = ("bailing_hybrid",)
+    # as transformers has them in memory
+    renames = (
+        (r"^model\.embed_tokens\.", "model.word_embeddings."),
+        (r"\.self_attn\.", ".attention."),
+        (r"\.gate\.e_score_correction_bias$", ".gate.expert_bias"),
+        (r"\.forget_gate\.", "."),
+    )
+    roles = ((r"^router\.bias$", "gate.expert_bias"), *LatentFamily.roles)
+    attention = recurrent = "attention"
+    embedding = "model.word_embeddings.weight"
+    dense_layers = 2
+
+    def locate_in(
+        self, config: HybridModelConfig, layer: str, block: int, role: str
+    ) -> list[Location]:
+        places = super().locate_in(config, layer, block, role)
+        if role.startswith("mixer.o_proj."):
+            other = replace(places[0], name=places[0].name.replace(".o_proj.", ".dense."))
+            return [other, *places]
+        return places
+
+    def config(self, raw: RawConfig) -> HybridModelConfig:
+        raw.refuse_unless("use_bias", False)
+        raw.refuse_unless("use_mla_nope", False)
+        gate = "gated_attention_proj_granularity_type"
+        raw.refuse_unless(gate, "head_wise")
+        turned = raw.whole("qk_rope_head_dim")
+        # partial_rotary_factor is of heads that are wider
+        rope = replace(raw.rope(turned, theta=6e6), rotary_dim=turned)
+        if rope.kind != "default":
+            raise ConfigurationError(
+                f"RoPE of type {rope.kind!r} in {raw.where} is not supported with latent "
+                "attention, only 'default' is."
+            )
+        bias = raw.flag("attention_bias", "use_qkv_bias")
+        latent = replace(
+            self.latent_attention(raw, rope, bias),
+            interleaved=raw.flag("rope_interleave", default=True),
+            head_gate=raw.values.get(gate, "") is not None,
+        )
+        return self.built(raw, self._layers(raw), latent, 1e-6)
+
+    def _layers(self, raw: RawConfig) -> str:
+        letters = raw.layer_letters(LAYERS)
+        if letters is not None:
+            return letters
+        count = raw.whole("num_hidden_layers")
+        group = raw.whole("layer_group_size", default=6)
+        if count % group:
+            raise ConfigurationError(
+                f"layer_group_size in {raw.where} is {group}, which does not divide the model's "
+                f"{count} layers; it must, or layer_types say what each layer is."
+            )
+        last = LAYERS["full_attention"]
+        return (LAYERS["linear_attention"] * (group - 1) + last) * (count // group)

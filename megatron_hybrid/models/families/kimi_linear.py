@@ -1,0 +1,181 @@
+"""Kimi Linear (Moonshot AI, arXiv 2510.26692): Kimi delta attention, every few layers multi-head
+latent attention without positions, each with an MLP or, past the first layers, experts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import ClassVar
+
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.layers.latent_attention import LatentAttentionConfig
+from megatron_hybrid.layers.moe import MoEConfig
+from megatron_hybrid.layers.rope import RopeConfig
+from megatron_hybrid.models.config import (
+    EXPERTS,
+    LATENT_ATTENTION,
+    HybridModelConfig,
+    MTPConfig,
+)
+from megatron_hybrid.models.families.family import Location, TwoBlockFamily
+from megatron_hybrid.models.families.raw_config import RawConfig
+
+_DELTA_ATTENTION = "K"
+LAYERS = {"full_attention": LATENT_ATTENTION, "linear_attention": _DELTA_ATTENTION}
+_MLPS = {"dense": "-", "sparse": EXPERTS}
+
+
+class LatentFamily(TwoBlockFamily):
+    """What families with latent attention and DeepSeek-V3's experts have in common. Layers past the
+    model's last one in a checkpoint are those of heads for multi-token prediction."""
+
+    recurrent = "self_attn"
+    roles: ClassVar[tuple[tuple[str, str], ...]] = (
+        (r"^router\.bias$", "gate.e_score_correction_bias"),
+        (r"^router\.", "gate."),
+        (r"^shared\.", "shared_experts."),
+    )
+    dense_layers: ClassVar[int]  # by default
+
+    def ignores(self, config: HybridModelConfig, name: str) -> bool:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        is_behind = layer is not None and int(layer[1]) >= len(config.pattern) // 2
+        return is_behind or super().ignores(config, name)
+
+    def built(
+        self, raw: RawConfig, layers: str, latent: LatentAttentionConfig, eps: float
+    ) -> HybridModelConfig:
+        """The model. layers: a letter for each Hugging Face layer."""
+        raw.refuse_unless("hidden_act", "silu")
+        raw.refuse_unless("num_key_value_heads", latent.num_heads)
+        if _DELTA_ATTENTION in layers:
+            raise ConfigurationError(
+                f"{raw.where} describes layers of Kimi delta attention (linear_attention), which "
+                "are not supported yet."
+            )
+        pattern = "".join(map("".join, zip(layers, self._mlps(raw, len(layers)), strict=True)))
+        positions = raw.whole("model_max_length", "max_position_embeddings", default=4096)
+        return HybridModelConfig(
+            **{**raw.common(), "max_position_embeddings": positions},
+            pattern=pattern,
+            norm_eps=raw.number("rms_norm_eps", default=eps),
+            mlp=raw.gated_mlp() if "-" in pattern else None,
+            moe=self._moe(raw) if EXPERTS in pattern else None,
+            others={LATENT_ATTENTION: latent},
+            mtp=self._mtp(raw),
+        )
+
+    def latent_attention(
+        self, raw: RawConfig, rope: RopeConfig | None, bias: bool
+    ) -> LatentAttentionConfig:
+        """By DeepSeek's names."""
+        nope, turned = raw.whole("qk_nope_head_dim"), raw.whole("qk_rope_head_dim")
+        rank = raw.get("q_lora_rank")
+        return LatentAttentionConfig(
+            num_heads=raw.whole("num_attention_heads"),
+            kv_lora_rank=raw.whole("kv_lora_rank"),
+            qk_nope_head_dim=nope,
+            qk_rope_head_dim=turned,
+            v_head_dim=raw.whole("v_head_dim"),
+            scale=(nope + turned) ** -0.5,
+            rope=rope,
+            q_lora_rank=None if rank is None else int(rank),
+            latent_bias=bias,
+            output_bias=bias,
+        )
+
+    def _mlps(self, raw: RawConfig, layers: int) -> str:
+        """A letter for each Hugging Face layer."""
+        names = raw.get("mlp_layer_types")
+        if names is None:
+            dense = raw.whole("first_k_dense_replace", default=self.dense_layers)
+            names = ["dense" if i < dense else "sparse" for i in range(layers)]
+        unknown = [name for name in names if name not in _MLPS]
+        if unknown or len(names) != layers:
+            raise ConfigurationError(
+                f"mlp_layer_types in {raw.where} must have 'dense' or 'sparse' for each of the "
+                f"model's {layers} layers; it is {names}."
+            )
+        return "".join(_MLPS[name] for name in names)
+
+    def _mtp(self, raw: RawConfig) -> MTPConfig | None:
+        if not raw.whole("num_nextn_predict_layers", "num_mtp_layers", default=0):
+            return None
+        return MTPConfig(
+            "",
+            f"The head that {raw.where} describes has latent attention, from which no drafts come "
+            "yet.",
+        )
+
+    def _moe(self, raw: RawConfig) -> MoEConfig:
+        for name in ("moe_router_activation_func", "scoring_func", "score_function"):
+            raw.refuse_unless(name, "sigmoid")
+        raw.refuse_unless("topk_method", "noaux_tc")
+        raw.refuse_unless("moe_layer_freq", 1)
+        raw.refuse_unless("routing_group_score_top_k", 2)
+        expert = raw.gated_mlp("moe_intermediate_size")
+        shared = raw.whole("num_shared_experts", "n_shared_experts", default=1)
+        shared *= raw.whole("moe_shared_expert_intermediate_size", default=expert.intermediate_size)
+        grouped = raw.flag("use_grouped_topk", default=True)
+        return MoEConfig(
+            num_experts=raw.whole("num_experts", "num_local_experts", "n_routed_experts"),
+            experts_per_token=raw.whole("num_experts_per_token", "num_experts_per_tok"),
+            expert=expert,
+            shared=replace(expert, intermediate_size=shared) if shared else None,
+            scoring="sigmoid",
+            num_groups=raw.whole("num_expert_group", "n_group", default=1) if grouped else 1,
+            chosen_groups=raw.whole("topk_group", default=1) if grouped else 1,
+            normalize_weights=raw.flag("moe_renormalize", "norm_topk_prob", default=True),
+            router_bias=raw.flag("moe_router_enable_expert_bias", default=True),
+            scaling_factor=raw.number("routed_scaling_factor", default=1.0),
+        )
+
+
+class KimiLinear(LatentFamily):
+    """Its experts have names of their own, and lie apart from the dense MLPs."""
+
+    model_types = ("kimi_linear",)
+    renames = (
+        # as transformers has them in memory, and its dense MLPs as it saves them
+        (r"\.mlp\.(experts|gate|shared_experts)(?=\.)", r".block_sparse_moe.\1"),
+        (r"\.block_sparse_moe\.((?:gate|up|down)_proj)\.", r".mlp.\1."),
+        (r"\.forget_gate\.", "."),
+    )
+    roles = (
+        *LatentFamily.roles,
+        (r"^(experts\.\d+)\.gate_proj\.", r"\1.w1."),
+        (r"^(experts\.\d+)\.up_proj\.", r"\1.w3."),
+        (r"^(experts\.\d+)\.down_proj\.", r"\1.w2."),
+    )
+    dense_layers = 1
+
+    def locate_in(
+        self, config: HybridModelConfig, layer: str, block: int, role: str
+    ) -> list[Location]:
+        places = super().locate_in(config, layer, block, role)
+        if config.letter(block) != EXPERTS:
+            return places
+        return [replace(p, name=p.name.replace(".mlp.", ".block_sparse_moe.")) for p in places]
+
+    def config(self, raw: RawConfig) -> HybridModelConfig:
+        raw.refuse_unless("mla_use_nope", True)
+        raw.refuse_unless("mla_use_output_gate", False)
+        latent = self.latent_attention(raw, None, raw.flag("attention_bias"))
+        return self.built(raw, self._layers(raw), latent, 1e-5)
+
+    def _layers(self, raw: RawConfig) -> str:
+        count, said = raw.whole("num_hidden_layers"), raw.get("linear_attn_config", default={})
+        if "full_attn_layers" not in said or "kda_layers" not in said:
+            every = (
+                LATENT_ATTENTION if i and i % 4 == 0 else _DELTA_ATTENTION for i in range(count)
+            )
+            return raw.layer_letters(LAYERS) or "".join(every)
+        latent, delta = said["full_attn_layers"], said["kda_layers"]  # counted from 1
+        if sorted([*latent, *delta]) != list(range(1, count + 1)):
+            raise ConfigurationError(
+                f"linear_attn_config in {raw.where} must name each of the layers 1 to {count} "
+                f"once; its full_attn_layers are {latent}, its kda_layers {delta}."
+            )
+        return "".join(
+            LATENT_ATTENTION if i in latent else _DELTA_ATTENTION for i in range(1, count + 1)
+        )
