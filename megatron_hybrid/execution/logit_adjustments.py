@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_hybrid.execution.device import upload
 from megatron_hybrid.execution.plan import StepPlan
 from megatron_hybrid.execution.rows import BEFORE, NOTHING, BadWords, RowTable
-from megatron_hybrid.kernels.protocols import Sampling
+from megatron_hybrid.kernels.sampling.protocol import Sampling
 
 _MOST = 32767  # of an int16
 # What a bad word's last token loses: more than logits differ by, and not infinite, so that a row of

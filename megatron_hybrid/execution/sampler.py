@@ -27,9 +27,8 @@ from megatron_hybrid.execution.plan import Launched, StepPlan, StepResult
 from megatron_hybrid.execution.random_streams import uniform, uniform_on_device
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.runs import LastSteps, verify
-from megatron_hybrid.kernels import protocols as kinds
 from megatron_hybrid.kernels.contract import DecodeRuns
-from megatron_hybrid.kernels.protocols import Filters
+from megatron_hybrid.kernels.sampling import protocol
 from megatron_hybrid.layers.inputs import StepInputs
 from megatron_hybrid.parallel import ParallelContext
 from megatron_hybrid.request import TokenLogprob
@@ -45,7 +44,7 @@ class Sampler:
     def __init__(
         self,
         rows: RowTable,
-        kernels: kinds.Sampling,
+        kernels: protocol.Sampling,
         parallel: ParallelContext,
         vocab_size: int = 0,
         last_steps: LastSteps | None = None,
@@ -269,7 +268,7 @@ class Sampler:
         where, index, temperature, k, p, least = upload_together(figures, logits.device)
         where = where if point is None else point
         uses = bool((top_k > 0).any()), bool((top_p < 1).any()), bool((min_p > 0).any())
-        filters = Filters(temperature, k, p, least, *uses)
+        filters = protocol.Filters(temperature, k, p, least, *uses)
         if len(drawn) < len(sampled):
             logits = logits.index_select(0, index)
         return self._kernels.draw(logits, filters, where), index

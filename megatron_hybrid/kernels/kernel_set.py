@@ -45,6 +45,7 @@ from megatron_hybrid.kernels.replay_protocol import Replays
 from megatron_hybrid.kernels.rope import reference as rope
 from megatron_hybrid.kernels.runs import plan_runs
 from megatron_hybrid.kernels.sampling import reference as sampling
+from megatron_hybrid.kernels.sampling.protocol import Sampling
 from megatron_hybrid.kernels.slots import plan_decode
 from megatron_hybrid.kernels.whole_segments import UpdatedSlots
 
@@ -71,7 +72,7 @@ class KernelSet:
     linear: kinds.Linear
     experts: Experts
     rope: kinds.Rope
-    sampling: kinds.Sampling
+    sampling: Sampling
     captures: bool  # its kernels may be captured in a CUDA graph: none waits for the host
     stores_checkpoints: bool = True  # its prefill kernels store states in the middle of a chunk
     has_runs: bool = True  # its recurrent kernels have `decode_runs`

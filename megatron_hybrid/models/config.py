@@ -35,9 +35,11 @@ _DTYPES = {
 # Megatron's letters for layers, and below those that it has none for.
 MAMBA, ATTENTION, DENSE_MLP, EXPERTS, GATED_DELTA_NET = "M", "*", "-", "E", "G"
 MAMBA1, SHORT_CONV, SIDE_BY_SIDE, SHARED_TRANSFORMER = "S", "C", "H", "Z"
-LATENT_ATTENTION = "A"
+LATENT_ATTENTION, KIMI_DELTA_ATTENTION = "A", "K"
 # Whose scans are computed chunk by chunk.
-CHUNKED = frozenset({MAMBA, GATED_DELTA_NET, SIDE_BY_SIDE, SHARED_TRANSFORMER})
+CHUNKED = frozenset(
+    {MAMBA, GATED_DELTA_NET, KIMI_DELTA_ATTENTION, SIDE_BY_SIDE, SHARED_TRANSFORMER}
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ class HybridModelConfig:
         M  Mamba2              *  attention             H  attention and Mamba2 side by side
         S  Mamba1              -  MLP                   Z  Mamba2, whose input a shared transformer
         G  gated delta net     E  mixture of experts       block adds to
-        C  short convolution    A  latent attention
+        C  short convolution   A  latent attention
+        K  Kimi delta attention
 
     Every block is x + residual_multiplier * mixer(norm(x)), or as its BlockForm says. The
     description of a kind of block is None when the pattern has none of it; `others` has those of

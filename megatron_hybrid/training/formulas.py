@@ -254,7 +254,7 @@ def gated_delta_rule(
     state = v.new_zeros((v.shape[0], *v.shape[2:], k_dim))
     outputs = []
     for t in range(v.shape[1]):
-        state = state * decay[:, t, :, None, None]
+        state = state * decay[:, t, :, None]
         known = torch.einsum("shvk,shk->shv", state, k[:, t])
         d = (v[:, t] - known) * beta[:, t, :, None]
         state = state + d[..., None] * k[:, t, :, None]

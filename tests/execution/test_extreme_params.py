@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_hybrid.execution.rows import RowTable
-from megatron_hybrid.kernels.protocols import Filters
 from megatron_hybrid.kernels.sampling import reference
+from megatron_hybrid.kernels.sampling.protocol import Filters
 from megatron_hybrid.request import (
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.protocols import Filters
+from megatron_hybrid.kernels.sampling.protocol import Filters
 
 
 @dataclass

@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from megatron_hybrid.kernels.contract import DecodeRuns
-from tests.kernels import conv_cases, test_gated_delta_rule, test_mamba1_scan, test_mamba2_scan
+from tests.kernels import (
+    conv_cases,
+    test_gated_delta_rule,
+    test_kimi_delta_attention,
+    test_mamba1_scan,
+    test_mamba2_scan,
+)
 from tests.kernels.recurrence_contract import Recurrence, check_runs
 from tests.kernels.runs_cases import Play
 from tests.kernels.segments import poisoned
@@ -32,7 +38,9 @@ def as_it_is(runs: DecodeRuns, ring_length: int) -> Any:
     return runs
 
 
-@pytest.fixture(scope="module", params=["mamba2", "mamba1", "gated delta rule"])
+@pytest.fixture(
+    scope="module", params=["mamba2", "mamba1", "gated delta rule", "KDA", "bounded KDA"]
+)
 def recurrence(request: pytest.FixtureRequest) -> Recurrence:
     if request.param == "mamba2":
         draw = partial(test_mamba2_scan.draw, head_dim=16, size=8)
@@ -40,6 +48,11 @@ def recurrence(request: pytest.FixtureRequest) -> Recurrence:
     if request.param == "mamba1":
         draw = partial(test_mamba1_scan.draw, channels=24, size=8)
         return Recurrence(mamba1, (24, 8), draw, test_mamba1_scan.step, as_it_is)
+    if "KDA" in request.param:
+        bound = -5.0 if "bounded" in request.param else None
+        draw = partial(test_kimi_delta_attention.draw, v_dim=16, k_dim=8, lower_bound=bound)
+        step = test_kimi_delta_attention.step
+        return Recurrence(delta_rule, (3, 16, 8), draw, step, as_it_is)
     draw = partial(test_gated_delta_rule.draw, v_dim=16, k_dim=8)
     return Recurrence(delta_rule, (4, 16, 8), draw, test_gated_delta_rule.step, as_it_is)
 

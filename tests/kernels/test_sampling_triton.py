@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.protocols import Filters
 from megatron_hybrid.kernels.sampling import reference
+from megatron_hybrid.kernels.sampling.protocol import Filters
 from tests.kernels.sampling_cases import Draws, check_argmax, check_draws
 from tests.thorough import usually
 

@@ -21,9 +21,11 @@ from megatron_hybrid.kernels.protocols import (
     Mamba2Tokens,
 )
 from megatron_hybrid.layers.gated_delta_net import GatedDeltaNetConfig
+from megatron_hybrid.layers.kimi_delta_attention import KimiDeltaAttentionConfig
 from megatron_hybrid.layers.mamba1 import Mamba1Config
 from megatron_hybrid.layers.mamba2 import Mamba2Config
 from megatron_hybrid.models.config import (
+    KIMI_DELTA_ATTENTION,
     MAMBA,
     SHARED_TRANSFORMER,
     SIDE_BY_SIDE,
@@ -83,6 +85,9 @@ def recurrent_kinds(
         yield _mamba1(model.mamba1, kernels, columns, constant)
     if "G" in letters and model.gated_delta_net is not None:
         yield _gated_delta_net(model.gated_delta_net, kernels, columns, constant)
+    delta = model.others.get(KIMI_DELTA_ATTENTION)
+    if isinstance(delta, KimiDeltaAttentionConfig):
+        yield _kimi_delta_attention(delta, kernels, columns, constant)
     if "C" in letters and model.short_conv is not None:
         yield RecurrentKind("C", model.hidden_size, model.short_conv.conv_width, False, 1)
 
@@ -263,6 +268,60 @@ def _gated_delta_net(
         # In chunks of Q tokens, a value head: w S^T, q S^T and v^T k with the state, and half of
         # k k^T, q k^T, T v, T k and P v inside the chunk.
         flops_per_token=heads * (6 * key_dim * value_dim + chunk * (3 * key_dim + 2 * value_dim)),
+        prefill_libraries=prefill,
+    )
+
+
+def _kimi_delta_attention(
+    config: KimiDeltaAttentionConfig,
+    kernels: KernelSet,
+    columns: Columns,
+    constant: Callable[..., Tensor],
+) -> RecurrentKind:
+    heads, dim, chunk = config.num_heads, config.head_dim, config.kernel_chunk
+    width = heads * dim
+    constants = DeltaRuleConstants(
+        constant(heads, value=-4.0),
+        constant(heads, dim, value=-4.5),
+        lower_bound=config.lower_bound,
+    )
+
+    def inputs(tokens: int) -> DeltaRuleTokens:
+        by_head = (heads, dim)
+        q, k, v = (rows.unflatten(1, by_head) for rows in columns(tokens, width, width, width))
+        (a,) = columns(tokens, width)
+        *_, b = columns(tokens, 3 * width, heads)
+        return DeltaRuleTokens(q, k, v, a.unflatten(1, by_head), b)
+
+    def prefill(tokens: Tensors, sequences: int) -> dict[str, Call]:
+        fla = library("fla.ops.kda")
+        if fla is None:
+            return {}
+        q, k, v, a, b = (rows.unflatten(0, (sequences, -1)) for rows in tokens)
+        rate = (-constants.A).log()
+
+        def run() -> Any:
+            return fla.chunk_kda(
+                q, k, v, a, b.sigmoid(), A_log=rate, dt_bias=constants.dt_bias.flatten(),
+                output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+                safe_gate=config.lower_bound is not None, lower_bound=config.lower_bound,
+            )  # fmt: skip
+
+        return {"fla": run}
+
+    return RecurrentKind(
+        letter=KIMI_DELTA_ATTENTION,
+        channels=3 * width,
+        width=config.conv_width,
+        silu=True,
+        kernel_chunk=chunk,
+        state=(heads, dim, dim),
+        kernel=kernels.gated_delta_rule,
+        inputs=inputs,
+        constants=constants,
+        values_per_token=5 * width + heads,
+        # As of a gated delta net, whose k k^T and q k^T each head has of its own here.
+        flops_per_token=heads * (6 * dim * dim + chunk * (5 * dim)),
         prefill_libraries=prefill,
     )
 

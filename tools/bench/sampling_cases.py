@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bench.cases import Bench, Calls, Case
-from megatron_hybrid.kernels.protocols import Filters
+from megatron_hybrid.kernels.sampling.protocol import Filters
 
 
 def sampling_cases(bench: Bench) -> Iterator[Case]:

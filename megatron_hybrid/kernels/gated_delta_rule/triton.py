@@ -24,9 +24,10 @@ when it starts, which may be after another has ended.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -38,6 +39,7 @@ from megatron_hybrid.kernels.devices import (
     row_strides,
 )
 from megatron_hybrid.kernels.gated_delta_rule.triton_decode import decode, decode_runs
+from megatron_hybrid.kernels.gated_delta_rule.triton_gates import Gate
 from megatron_hybrid.kernels.gated_delta_rule.triton_keys import (
     check_dims,
     load_keys,
@@ -46,6 +48,9 @@ from megatron_hybrid.kernels.gated_delta_rule.triton_keys import (
     store_keys,
 )
 from megatron_hybrid.kernels.gated_delta_rule.triton_prepare import invert_kernel, prepare_kernel
+from megatron_hybrid.kernels.gated_delta_rule.triton_prepare_channels import (
+    prepare_channels_kernel,
+)
 from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens
 from megatron_hybrid.kernels.state_rounding.triton import as_stored
@@ -96,38 +101,86 @@ def prefill(
     k_heads, k_dim = k.shape[1:]
     keys = check_dims(k_dim, v_dim)
     s, chunk = plan
-    sequences = s.start_position.shape[0]
     t = tiling or _tiling(v, s.longest)
     tile = min(t.tile, chunk)
-
-    # Of each head, token by token: a tile's rows lie together.
     split = v.dtype != torch.float32
-    r = torch.empty(heads, count, tile * (1 + split), dtype=v.dtype, device=v.device)
-    weights = torch.empty(heads, count, tile, dtype=v.dtype, device=v.device)
-    factors = torch.empty(heads, count, 4, dtype=torch.float32, device=v.device)
-    decays = torch.empty(heads, count, dtype=torch.float32, device=v.device)
     chunks = s.cu_chunk_seqlens[chunk]
-    tiles = (chunks.shape[0] - 1) * (chunk // tile)
-    group = heads // k_heads
+    gate = Gate.of(tokens, constants)
+    shape = {"TILE": tile, "CHUNK": chunk, "SPLIT": split}
+    sizes = {"K_DIM": k_dim, "KEYS": keys}
+    prepare = _prepare_channels if gate.by_channel else _prepare
+    read = prepare(q, k, a, b, constants, chunks, shape, {**sizes, "GATE": gate})
+    _walk_kernel[(v_dim // t.block_v, heads, s.start_position.shape[0])](
+        *read, v, state, y, count, *s.of_sequences,
+        *row_strides(read.q, read.k, v, y, state), heads // k_heads, constants.rounding_seed,
+        HEADS=heads, V_DIM=v_dim, **sizes, **shape, BLOCK_V=t.block_v, STAGES=t.walk_stages,
+        BY_CHANNEL=gate.by_channel, num_warps=t.walk_warps,
+    )  # fmt: skip
+    return y
+
+
+class _Prepared(NamedTuple):
+    """What the walk knows of tiles. Of a head r, weights and factors lie token by token: a tile's
+    rows lie together."""
+
+    q: Tensor  # [T, k_heads, k_dim], as they came; of KDA [T, heads, k_dim], exp(G) q
+    k: Tensor  # the same; of KDA exp(G) k
+    added: Tensor  # what is multiplied with d: k; of KDA exp(G[last] - G) k
+    r: Tensor  # [heads, T, tile], or both halves of it
+    weights: Tensor  # [heads, T, tile]
+    factors: Tensor  # [heads, T, 4] of q and k; none of KDA
+    decays: Tensor  # [heads, T], of a tile at its first token; of KDA [tiles, heads, k_dim]
+
+
+def _prepare(
+    q: Tensor, k: Tensor, a: Tensor, b: Tensor, constants: DeltaRuleConstants, chunks: Tensor,
+    shape: dict[str, int], head: dict[str, Any],
+) -> _Prepared:  # fmt: skip
+    """`chunks`: the bounds of the kernel chunks; `shape`, `head`: constants of the kernels."""
+    count, heads = a.shape
+    k_heads, k_dim = k.shape[1:]
+    tile, chunk, split = shape["TILE"], shape["CHUNK"], shape["SPLIT"]
+    tiles, group = (chunks.shape[0] - 1) * (chunk // tile), heads // k_heads
+    r = q.new_empty(heads, count, tile * (1 + split))
+    weights = q.new_empty(heads, count, tile)
+    factors = q.new_empty(heads, count, 4, dtype=torch.float32)
+    decays = q.new_empty(heads, count, dtype=torch.float32)
     if tiles:
         together = 2 if split and group % 2 == 0 else 1  # heads of a program
-        shape = {"TILE": tile, "CHUNK": chunk, "SPLIT": split}
         prepare_kernel[(heads // together, tiles)](
             q, k, a, b, constants.A, constants.dt_bias, r, weights, factors, decays, chunks,
             count, *row_strides(q, k, a, b), k_dim**-0.5,
-            K_DIM=k_dim, KEYS=keys, GROUP=group, HEADS=together, BETA=constants.beta_scale, **shape,
-            num_warps=4,
+            GROUP=group, HEADS=together, **head, **shape, num_warps=4,
         )  # fmt: skip
         invert_kernel[(heads, tiles)](
-            r, factors, chunks, count, **shape, num_warps=2 if split else 4
+            r, factors[..., 3], chunks, count, **shape, BETA_ROW=4, num_warps=2 if split else 4
         )  # fmt: skip
-    _walk_kernel[(v_dim // t.block_v, heads, sequences)](
-        q, k, v, r, weights, factors, decays, state, y, count,
-        *s.of_sequences, *row_strides(q, k, v, y, state), group, constants.rounding_seed,
-        K_DIM=k_dim, KEYS=keys, V_DIM=v_dim, TILE=tile, CHUNK=chunk, BLOCK_V=t.block_v,
-        STAGES=t.walk_stages, SPLIT=split, num_warps=t.walk_warps,
-    )  # fmt: skip
-    return y
+    return _Prepared(q, k, k, r, weights, factors, decays)
+
+
+def _prepare_channels(
+    q: Tensor, k: Tensor, a: Tensor, b: Tensor, constants: DeltaRuleConstants, chunks: Tensor,
+    shape: dict[str, int], head: dict[str, Any],
+) -> _Prepared:  # fmt: skip
+    """The same of KDA."""
+    count, heads, k_dim = a.shape
+    tile, chunk, split = shape["TILE"], shape["CHUNK"], shape["SPLIT"]
+    tiles = (chunks.shape[0] - 1) * (chunk // tile)
+    r = q.new_empty(heads, count, tile * (1 + split))
+    weights = q.new_empty(heads, count, tile)
+    beta = q.new_empty(heads, count, dtype=torch.float32)
+    decays = q.new_empty(tiles, heads, k_dim, dtype=torch.float32)
+    scaled = q.new_empty(3, count, heads, k_dim)
+    if tiles:
+        prepare_channels_kernel[(heads, tiles)](
+            q, k, a, b, constants.A, constants.dt_bias, r, weights, beta, decays, scaled, chunks,
+            count, *row_strides(q, k, a, b), k_dim**-0.5,
+            HEADS=heads, **head, **shape, num_warps=8 if split else 4,
+        )  # fmt: skip
+        invert_kernel[(heads, tiles)](
+            r, beta, chunks, count, **shape, BETA_ROW=1, num_warps=2 if split else 4
+        )  # fmt: skip
+    return _Prepared(scaled[0], scaled[1], scaled[2], r, weights, beta, decays)
 
 
 def _tiling(v: Tensor, longest: int) -> Tiling:
@@ -142,14 +195,30 @@ def _tiling(v: Tensor, longest: int) -> Tiling:
     return Tiling(64, rows_of(v_dim, 64), walk_warps=4, walk_stages=stages)
 
 
+@triton.jit
+def tiles_before(cu_seqlens_ptr, start_ptr, sequence, TILE: tl.constexpr, CHUNK: tl.constexpr):
+    """How many tiles the sequences before this one have, with those that chunks have no use for."""
+    chunks = 0
+    for first in range(0, sequence, 64):
+        i = first + tl.arange(0, 64)
+        known = i < sequence
+        start = tl.load(start_ptr + i, known, 0)
+        length = tl.load(cu_seqlens_ptr + i + 1, known, 0) - tl.load(cu_seqlens_ptr + i, known, 0)
+        own = tl.cdiv(start + length, CHUNK) - start // CHUNK
+        chunks += tl.sum(tl.where(length > 0, own, 0).to(tl.int32), 0)
+    return chunks * (CHUNK // TILE)
+
+
 @_kernel
 def _walk_kernel(
-    q_ptr, k_ptr, v_ptr, r_ptr, weights_ptr, factors_ptr, decays_ptr, state_ptr, y_ptr, tokens,
+    q_ptr, k_ptr, added_ptr, r_ptr, weights_ptr, factors_ptr, decays_ptr, v_ptr, state_ptr, y_ptr,
+    tokens,
     cu_seqlens_ptr, start_ptr, read_ptr, write_ptr,
     cu_checkpoints_ptr, position_ptr, slot_ptr,
     q_row, k_row, v_row, y_row, state_slot, heads_per_key, seed,
-    K_DIM: tl.constexpr, KEYS: tl.constexpr, V_DIM: tl.constexpr, TILE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
+    HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr, KEYS: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr, BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -174,8 +243,14 @@ def _walk_kernel(
     r_ptr += row * R_ROW
     in_r = tl.arange(0, R_ROW)
     weights_ptr += row * TILE
-    factors_ptr += row * 4
-    decays_ptr += row
+    if BY_CHANNEL:
+        added_ptr += first_token * k_row + at_key
+        before = tiles_before(cu_seqlens_ptr, start_ptr, sequence, TILE, CHUNK)
+        decays_ptr += (tl.cast(before, tl.int64) * HEADS + head) * K_DIM
+        left_out = tl.where(cut > 0, CHUNK // TILE - cut_tiles, 0)  # tiles of the first chunk
+    else:
+        factors_ptr += row * 4
+        decays_ptr += row
     y_ptr += first_token * y_row + head * V_DIM
     in_state = head * (V_DIM * K_DIM) + p[:, None] * K_DIM + n[None, :]
 
@@ -211,27 +286,36 @@ def _walk_kernel(
             weights = tl.load(weights_ptr + rows * TILE + places[None, :], valid[:, None], 0.0)
             r = tl.load(r_ptr + rows * R_ROW + in_r[None, :], valid[:, None], 0.0)
             v = tl.load(v_ptr + rows * v_row + p[None, :], valid[:, None], 0.0)
-            factors = tl.load(
-                factors_ptr + rows * 4 + tl.arange(0, 4)[None, :], valid[:, None], 0.0
-            )
-            of_q, of_k = tl.split(tl.reshape(factors, [TILE, 2, 2]))
-            q_factor, add_factor = tl.split(of_q)
-            k_factor, _ = tl.split(of_k)
-            decay = tl.load(decays_ptr + at)
+            if BY_CHANNEL:
+                q_factor, k_factor, add_factor = 1.0, 1.0, 1.0
+                added = tl.load(added_ptr + rows * k_row + n[None, :], has_key, 0.0)
+                number = tile + tl.where(is_cut, 0, left_out)
+                at_decay = decays_ptr + number * (HEADS * K_DIM) + n
+                decay = load_keys(at_decay, n, K_DIM, KEYS)[None, :]
+            else:
+                factors = tl.load(
+                    factors_ptr + rows * 4 + tl.arange(0, 4)[None, :], valid[:, None], 0.0
+                )
+                of_q, of_k = tl.split(tl.reshape(factors, [TILE, 2, 2]))
+                q_factor, add_factor = tl.split(of_q)
+                k_factor, _ = tl.split(of_k)
+                q_factor, k_factor = q_factor[None, :], k_factor[None, :]
+                add_factor = add_factor[None, :]
+                added = k
+                decay = tl.load(decays_ptr + at)
 
             before = s.to(k.dtype)
             x = tl.dot(before, tl.trans(k), input_precision="ieee")
             # v^T comes from a product with I: it needs no other layout then, and no registers.
-            x = tl.dot(tl.trans(v), eye, x * -k_factor[None, :], input_precision="ieee").to(k.dtype)
+            x = tl.dot(tl.trans(v), eye, x * -k_factor, input_precision="ieee").to(k.dtype)
             if SPLIT:  # times both halves, which lie side by side
                 x = tl.reshape(tl.permute(tl.join(x, x), (0, 2, 1)), [BLOCK_V, R_ROW])
             d = tl.dot(x, tl.trans(r), input_precision="ieee")
-            y = tl.dot(before, tl.trans(q), input_precision="ieee") * q_factor[None, :]
+            y = tl.dot(before, tl.trans(q), input_precision="ieee") * q_factor
             y = tl.dot(d.to(k.dtype), tl.trans(weights), y, input_precision="ieee")
             y_ptrs = y_ptr + (at + places)[None, :] * y_row + p[:, None]
             tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), valid[None, :])
-            added = (d * add_factor[None, :]).to(k.dtype)
-            s = tl.dot(added, k, s * decay, input_precision="ieee")
+            s = tl.dot((d * add_factor).to(k.dtype), added, s * decay, input_precision="ieee")
         done = until
         slot = tl.load(slot_at).to(tl.int64)
         if slot > 0:

@@ -9,6 +9,13 @@ from torch import Tensor
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.devices import checked_output, row_strides
+from megatron_hybrid.kernels.gated_delta_rule.triton_gates import (
+    Gate,
+    decayed,
+    gates_at,
+    load_decay,
+    store_decay,
+)
 from megatron_hybrid.kernels.gated_delta_rule.triton_keys import (
     check_dims,
     load_keys,
@@ -17,7 +24,7 @@ from megatron_hybrid.kernels.gated_delta_rule.triton_keys import (
     store_keys,
 )
 from megatron_hybrid.kernels.launching import launched
-from megatron_hybrid.kernels.mamba2_scan.triton_decode import LOG2_E, softplus, store_state
+from megatron_hybrid.kernels.mamba2_scan.triton_decode import store_state
 from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens, Rings
 from megatron_hybrid.kernels.state_rounding.triton import as_stored
 
@@ -44,7 +51,7 @@ def decode(
     _decode_kernel[(v_dim // block_v, heads, rows)](
         *tokens, *constants[:2], state, y, plan.read_slot, plan.write_slot,
         *row_strides(*tokens, y, state), heads // k_heads, k_dim**-0.5,
-        K_DIM=k_dim, KEYS=keys, V_DIM=v_dim, BLOCK_V=block_v, BETA=constants.beta_scale,
+        K_DIM=k_dim, KEYS=keys, V_DIM=v_dim, BLOCK_V=block_v, GATE=Gate.of(tokens, constants),
         num_warps=num_warps, **OPTIONS,
     )  # fmt: skip
     return y
@@ -77,20 +84,10 @@ def decode_runs(
         *tokens, *constants[:2], state, *ring, y, *plan.tensors, count,
         *row_strides(*tokens, y, state), k_dim**-0.5, constants.rounding_seed,
         HEADS=heads, K_HEADS=k_heads, RING=ring[0].shape[1],
-        K_DIM=k_dim, KEYS=keys, V_DIM=v_dim, BLOCK_V=block_v, BETA=constants.beta_scale,
+        K_DIM=k_dim, KEYS=keys, V_DIM=v_dim, BLOCK_V=block_v, GATE=Gate.of(tokens, constants),
         num_warps=1, **more, **OPTIONS,
     )  # fmt: skip
     return y
-
-
-@triton.jit
-def gates(a, b, a_log_ptr, bias_ptr, head, BETA: tl.constexpr):
-    """log2(e) * g, and beta, which is BETA sigmoid(b)."""
-    bias, rate = tl.load(bias_ptr + head), tl.load(a_log_ptr + head)
-    beta = tl.sigmoid(b.to(tl.float32))
-    if BETA != 1.0:
-        beta *= BETA
-    return softplus(a.to(tl.float32) + bias) * rate * LOG2_E, beta
 
 
 @launched
@@ -99,7 +96,7 @@ def _decode_kernel(
     state_ptr, y_ptr, read_ptr, write_ptr,
     q_row, k_row, v_row, a_row, b_row, y_row, state_slot, heads_per_key, scale,
     K_DIM: tl.constexpr, KEYS: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    BETA: tl.constexpr,
+    GATE: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     head = tl.program_id(1)
@@ -126,13 +123,13 @@ def _decode_kernel(
     q = load_keys(q_ptr + row * q_row + key_head * K_DIM + n, n, K_DIM, KEYS).to(tl.float32)
     k = load_keys(k_ptr + row * k_row + key_head * K_DIM + n, n, K_DIM, KEYS).to(tl.float32)
     v = tl.load(v_ptr + row * v_row + head * V_DIM + p).to(tl.float32)
-    a = tl.load(a_ptr + row * a_row + head)
+    a = load_decay(a_ptr + row * a_row, head, n, K_DIM, KEYS, GATE)
     b = tl.load(b_ptr + row * b_row + head)
-    decay, beta = gates(a, b, decay_ptr, bias_ptr, head, BETA)
+    decay, beta = gates_at(a, b, decay_ptr, bias_ptr, head, n, K_DIM, KEYS, GATE)
     q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * scale
     k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
 
-    s *= tl.exp2(decay)
+    s = decayed(s, decay, GATE)
     d = beta * (v - tl.sum(s * k[None, :], 1))
     s += d[:, None] * k[None, :]
     tl.store(
@@ -145,12 +142,15 @@ def _decode_kernel(
 
 
 @triton.jit
-def _advance(s, k, v, a, b, decay_ptr, bias_ptr, head, BETA: tl.constexpr):
+def _advance(
+    s, k, v, a, b, decay_ptr, bias_ptr, head, n, K_DIM: tl.constexpr, KEYS: tl.constexpr,
+    GATE: tl.constexpr,
+):  # fmt: skip
     """The state after one token; s [v, k_dim] float32, k [k_dim] and v [v] as they came."""
-    decay, beta = gates(a, b, decay_ptr, bias_ptr, head, BETA)
+    decay, beta = gates_at(a, b, decay_ptr, bias_ptr, head, n, K_DIM, KEYS, GATE)
     k = k.to(tl.float32)
     k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
-    s *= tl.exp2(decay)
+    s = decayed(s, decay, GATE)
     d = beta * (v.to(tl.float32) - tl.sum(s * k[None, :], 1))
     return s + d[:, None] * k[None, :]
 
@@ -164,7 +164,7 @@ def _runs_kernel(
     q_row, k_row, v_row, a_row, b_row, y_row, state_slot, scale, seed,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr,
     K_DIM: tl.constexpr, KEYS: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    BETA: tl.constexpr,
+    GATE: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     head = tl.program_id(1)
@@ -172,6 +172,7 @@ def _runs_kernel(
     key_head = head // (HEADS // K_HEADS)
     p = part * BLOCK_V + tl.arange(0, BLOCK_V)
     n = tl.arange(0, KEYS)
+    A_ROW: tl.constexpr = HEADS * K_DIM if GATE.by_channel else HEADS
     wait_for_inputs()
     begin = tl.load(cu_ptr + sequence)
     if sequence == tl.num_programs(2) - 1:  # the padding
@@ -203,9 +204,9 @@ def _runs_kernel(
         in_ring = place * (K_HEADS * K_DIM) + key_head * K_DIM
         k = load_keys(ring_k_ptr + in_ring + n, n, K_DIM, KEYS)
         v = tl.load(ring_v_ptr + place * (HEADS * V_DIM) + head * V_DIM + p)
-        a = tl.load(ring_a_ptr + place * HEADS + head)
+        a = load_decay(ring_a_ptr + place * A_ROW, head, n, K_DIM, KEYS, GATE)
         b = tl.load(ring_b_ptr + place * HEADS + head)
-        s = _advance(s, k, v, a, b, decay_ptr, bias_ptr, head, BETA)
+        s = _advance(s, k, v, a, b, decay_ptr, bias_ptr, head, n, K_DIM, KEYS, GATE)
         if earlier + 1 == checkpoint_position:
             store_state(
                 state_ptr, checkpoint, state_slot, in_slot, s, of_state, seed, earlier + 1,
@@ -217,9 +218,9 @@ def _runs_kernel(
         row = tl.cast(token, tl.int64)
         k = load_keys(k_ptr + row * k_row + key_head * K_DIM + n, n, K_DIM, KEYS)
         v = tl.load(v_ptr + row * v_row + head * V_DIM + p)
-        a = tl.load(a_ptr + row * a_row + head)
+        a = load_decay(a_ptr + row * a_row, head, n, K_DIM, KEYS, GATE)
         b = tl.load(b_ptr + row * b_row + head)
-        s = _advance(s, k, v, a, b, decay_ptr, bias_ptr, head, BETA)
+        s = _advance(s, k, v, a, b, decay_ptr, bias_ptr, head, n, K_DIM, KEYS, GATE)
         q = load_keys(q_ptr + row * q_row + key_head * K_DIM + n, n, K_DIM, KEYS).to(tl.float32)
         q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * scale
         y = tl.sum(s * q[None, :], 1)
@@ -235,7 +236,7 @@ def _runs_kernel(
             place = ring + (position + token - begin) % RING
             tl.store(ring_v_ptr + place * (HEADS * V_DIM) + head * V_DIM + p, v)
             if part == 0:
-                tl.store(ring_a_ptr + place * HEADS + head, a)
+                store_decay(ring_a_ptr + place * A_ROW, a, head, n, K_DIM, KEYS, GATE)
                 tl.store(ring_b_ptr + place * HEADS + head, b)
                 if head % (HEADS // K_HEADS) == 0:
                     in_ring = place * (K_HEADS * K_DIM) + key_head * K_DIM
@@ -253,6 +254,18 @@ def _load_keys_if(ptrs, number, n, K_DIM: tl.constexpr, KEYS: tl.constexpr):
     """The same of columns n of KEYS."""
     mask = of_keys(tl.zeros(ptrs.shape, tl.int32) < number, n, K_DIM, KEYS)
     return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_decay_if(
+    row_ptr, number, head, n, K_DIM: tl.constexpr, KEYS: tl.constexpr, GATE: tl.constexpr
+):  # fmt: skip
+    """load_decay; zeros unless the number is above 0."""
+    if GATE.by_channel:
+        found = _load_keys_if(row_ptr + head * K_DIM + n, number, n, K_DIM, KEYS)
+    else:
+        found = tl.load(row_ptr + head, mask=number > 0, other=0.0)
+    return found
 
 
 @triton.jit
@@ -274,9 +287,12 @@ def _normalised(x):
 
 
 @triton.jit
-def _passed(x, y, k, v, a, b, decay_ptr, bias_ptr, head, exists, BETA: tl.constexpr):
+def _passed(
+    x, y, k, v, a, b, decay_ptr, bias_ptr, head, n, exists, K_DIM: tl.constexpr,
+    KEYS: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
     """x and y before a token, of those after it; see _single_kernel."""
-    decay, beta = gates(a, b, decay_ptr, bias_ptr, head, BETA)
+    decay, beta = gates_at(a, b, decay_ptr, bias_ptr, head, n, K_DIM, KEYS, GATE)
     decay, beta = tl.where(exists, decay, 0.0), tl.where(exists, beta, 0.0)
     k = _normalised(k)
     taken = beta * _dot(k, x)
@@ -284,11 +300,14 @@ def _passed(x, y, k, v, a, b, decay_ptr, bias_ptr, head, exists, BETA: tl.conste
 
 
 @triton.jit
-def _next(s, k, v, a, b, decay_ptr, bias_ptr, head, BETA: tl.constexpr):
+def _next(
+    s, k, v, a, b, decay_ptr, bias_ptr, head, n, K_DIM: tl.constexpr, KEYS: tl.constexpr,
+    GATE: tl.constexpr,
+):  # fmt: skip
     """The state after a token, as _advance."""
-    decay, beta = gates(a, b, decay_ptr, bias_ptr, head, BETA)
+    decay, beta = gates_at(a, b, decay_ptr, bias_ptr, head, n, K_DIM, KEYS, GATE)
     k = _normalised(k)
-    s *= tl.exp2(decay)
+    s = decayed(s, decay, GATE)
     d = beta * (v.to(tl.float32) - _times(s, k))
     return s + d[:, None, None] * k[None, :, :]
 
@@ -311,13 +330,13 @@ def _single_kernel(
     q_row, k_row, v_row, a_row, b_row, y_row, state_slot, scale, seed,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr, MOST: tl.constexpr,
     K_DIM: tl.constexpr, KEYS: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    BETA: tl.constexpr, LANES: tl.constexpr,
+    GATE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Of sequences of one token each. Where no state is written, none is formed, and the one that
     is read is multiplied by one vector, however many tokens are unfolded. For with S' the state
     after a token and S the one before it
 
-        S' x + y = decay S (x - beta (k . x) k) + (y + beta (k . x) v)
+        S' x + y = S decay (x - beta (k . x) k) + (y + beta (k . x) v)
 
     so from x = q and y = 0 behind the last token, x and y go back token by token, which takes
     vectors alone, and end as S x + y of the state that is read.
@@ -353,6 +372,7 @@ def _single_kernel(
         return
 
     n = tl.arange(0, KEYS // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    A_ROW: tl.constexpr = HEADS * K_DIM if GATE.by_channel else HEADS
     in_k = key_head * K_DIM
     in_part = p[:, None, None] * K_DIM + n[None, :, :]
     s_ptrs = state_ptr + (read * state_slot + in_v * K_DIM) + in_part
@@ -366,7 +386,7 @@ def _single_kernel(
         v_ptrs = ring_v_ptr + (place * (HEADS * V_DIM) + in_v) + p
         old_k += (_load_keys_if(k_ptrs, kept - j, n, K_DIM, KEYS),)
         old_v += (_load_if(v_ptrs, kept - j),)
-        old_a += (tl.load(ring_a_ptr + place * HEADS + head, mask=j < kept, other=0.0),)
+        old_a += (_load_decay_if(ring_a_ptr + place * A_ROW, kept - j, head, n, K_DIM, KEYS, GATE),)
         old_b += (tl.load(ring_b_ptr + place * HEADS + head, mask=j < kept, other=0.0),)
 
     wait_for_inputs()  # all that was there before
@@ -375,7 +395,7 @@ def _single_kernel(
     new_k = _load_keys_if(k_ptr + (row * k_row + in_k) + n, count, n, K_DIM, KEYS)
     q = _load_keys_if(q_ptr + (row * q_row + in_k) + n, count, n, K_DIM, KEYS)
     new_v = _load_if(v_ptr + (row * v_row + in_v) + p, count)
-    new_a = tl.load(a_ptr + row * a_row + head, mask=is_there, other=0.0)
+    new_a = _load_decay_if(a_ptr + row * a_row, count, head, n, K_DIM, KEYS, GATE)
     new_b = tl.load(b_ptr + row * b_row + head, mask=is_there, other=0.0)
     let_next_start()
     q = _normalised(q) * scale
@@ -384,11 +404,13 @@ def _single_kernel(
     has_checkpoint = (checkpoint > 0) & (tokens_in > 0) & (tokens_in <= unfolded + count)
     if is_there & (write <= 0) & (has_checkpoint == 0):
         x, y = q, tl.zeros([BLOCK_V], tl.float32)
-        x, y = _passed(x, y, new_k, new_v, new_a, new_b, decay_ptr, bias_ptr, head, True, BETA)
+        x, y = _passed(
+            x, y, new_k, new_v, new_a, new_b, decay_ptr, bias_ptr, head, n, True, K_DIM, KEYS, GATE
+        )
         for i in tl.static_range(MOST - 1, -1, -1):
             x, y = _passed(
-                x, y, old_k[i], old_v[i], old_a[i], old_b[i], decay_ptr, bias_ptr, head, i < kept,
-                BETA,
+                x, y, old_k[i], old_v[i], old_a[i], old_b[i], decay_ptr, bias_ptr, head, n,
+                i < kept, K_DIM, KEYS, GATE,
             )  # fmt: skip
         y += _times(s, x)
         tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty))
@@ -397,14 +419,16 @@ def _single_kernel(
             place = ring + earlier % RING
             k = load_keys(ring_k_ptr + (place * (K_HEADS * K_DIM) + in_k) + n, n, K_DIM, KEYS)
             v = tl.load(ring_v_ptr + (place * (HEADS * V_DIM) + in_v) + p)
-            a = tl.load(ring_a_ptr + place * HEADS + head)
+            a = load_decay(ring_a_ptr + place * A_ROW, head, n, K_DIM, KEYS, GATE)
             b = tl.load(ring_b_ptr + place * HEADS + head)
-            s = _next(s, k, v, a, b, decay_ptr, bias_ptr, head, BETA)
+            s = _next(s, k, v, a, b, decay_ptr, bias_ptr, head, n, K_DIM, KEYS, GATE)
             if has_checkpoint & (earlier - first + 1 == tokens_in):
                 to_slot = state_ptr + checkpoint * state_slot
                 _store_part(to_slot, in_v * K_DIM, in_part, s, seed, earlier + 1, n, K_DIM, KEYS)
         if is_there:
-            s = _next(s, new_k, new_v, new_a, new_b, decay_ptr, bias_ptr, head, BETA)
+            s = _next(
+                s, new_k, new_v, new_a, new_b, decay_ptr, bias_ptr, head, n, K_DIM, KEYS, GATE
+            )
             tl.store(y_ptrs, _times(s, q).to(y_ptr.dtype.element_ty))
         after = position + count
         if write > 0:
@@ -417,7 +441,7 @@ def _single_kernel(
         place = ring + position % RING
         tl.store(ring_v_ptr + (place * (HEADS * V_DIM) + in_v) + p, new_v)
         if part == 0:
-            tl.store(ring_a_ptr + place * HEADS + head, new_a)
+            store_decay(ring_a_ptr + place * A_ROW, new_a, head, n, K_DIM, KEYS, GATE)
             tl.store(ring_b_ptr + place * HEADS + head, new_b)
             if head % (HEADS // K_HEADS) == 0:
                 k_ptrs = ring_k_ptr + (place * (K_HEADS * K_DIM) + in_k) + n

@@ -18,7 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_hybrid.kernels.gated_delta_rule.triton_decode import EPS, gates
+from megatron_hybrid.kernels.gated_delta_rule.triton_decode import EPS
+from megatron_hybrid.kernels.gated_delta_rule.triton_gates import gates_at
 from megatron_hybrid.kernels.gated_delta_rule.triton_keys import of_keys
 from megatron_hybrid.kernels.launching import launched
 
@@ -26,7 +27,7 @@ _kernel = launched(do_not_specialize=["tokens"], do_not_specialize_on_alignment=
 
 
 @triton.jit
-def _tile(cu_chunks_ptr, index, TILE: tl.constexpr, CHUNK: tl.constexpr):
+def tile_at(cu_chunks_ptr, index, TILE: tl.constexpr, CHUNK: tl.constexpr):
     """The first token of a tile, and how many tokens it and those behind it have of its chunk."""
     chunk = index // (CHUNK // TILE)
     begin = tl.load(cu_chunks_ptr + chunk).to(tl.int64) + index % (CHUNK // TILE) * TILE
@@ -39,13 +40,13 @@ def prepare_kernel(
     r_ptr, weights_ptr, factors_ptr, decays_ptr, cu_chunks_ptr, tokens,
     q_row, k_row, a_row, b_row, scale,
     K_DIM: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
-    SPLIT: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BETA: tl.constexpr,
+    SPLIT: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """M and P of a tile and HEADS value heads of a key head, of which it has GROUP, and the factors
     of the walk: of each token exp(G) for q and for k, exp(G[last] - G) for k, all over the length
     of q or k, and beta; at a tile's first token exp(G[last]). M, in float32, lies where R will."""
     head = tl.program_id(0) * HEADS
-    begin, length = _tile(cu_chunks_ptr, tl.program_id(1), TILE, CHUNK)
+    begin, length = tile_at(cu_chunks_ptr, tl.program_id(1), TILE, CHUNK)
     if length <= 0:
         return
     R_ROW: tl.constexpr = TILE * 2 if SPLIT else TILE
@@ -73,7 +74,7 @@ def prepare_kernel(
     for i in range(HEADS):
         a = tl.load(a_ptr + begin * a_row + head + i + places * a_row, valid, 0.0)
         b = tl.load(b_ptr + begin * b_row + head + i + places * b_row, valid, 0.0)
-        decay, beta = gates(a, b, decay_ptr, bias_ptr, head + i, BETA)
+        decay, beta = gates_at(a, b, decay_ptr, bias_ptr, head + i, 0, 1, 1, GATE)
         cs = tl.cumsum(tl.where(valid, decay, 0.0), 0)  # log2(e) * G
         last = tl.sum(tl.where(places == TILE - 1, cs, 0.0), 0)
         row = (head + i) * tl.cast(tokens, tl.int64) + begin
@@ -96,10 +97,11 @@ def prepare_kernel(
 
 @_kernel
 def invert_kernel(
-    r_ptr, factors_ptr, cu_chunks_ptr, tokens,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
+    r_ptr, beta_ptr, cu_chunks_ptr, tokens,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr, BETA_ROW: tl.constexpr,
 ):  # fmt: skip
     """Puts R beta where M was: the two numbers that it is the sum of, row by row side by side.
+    beta: BETA_ROW numbers from one token to the next.
 
     M of a tile of 64, in blocks of 16:     m0              What is below two blocks of R, which are
                                             m1 m0           inverses of the same size, one after the
@@ -107,14 +109,14 @@ def invert_kernel(
                                             m2 m2 m1 m0     -(second) (M there) (first).
     """
     head = tl.program_id(0)
-    begin, length = _tile(cu_chunks_ptr, tl.program_id(1), TILE, CHUNK)
+    begin, length = tile_at(cu_chunks_ptr, tl.program_id(1), TILE, CHUNK)
     if length <= 0:
         return
     R_ROW: tl.constexpr = TILE * 2 if SPLIT else TILE
     BLOCKS: tl.constexpr = TILE // 16
     at_row = head * tl.cast(tokens, tl.int64) + begin
     r_ptr += at_row * R_ROW
-    beta_ptr = factors_ptr + at_row * 4 + 3
+    beta_ptr += at_row * BETA_ROW
     m_ptr = r_ptr.to(tl.pointer_type(tl.float32))
     place = tl.arange(0, 16)
     row = (tl.arange(0, BLOCKS) * 16)[:, None, None] + place[None, :, None]
@@ -143,7 +145,7 @@ def invert_kernel(
         first, second = tl.split(tl.permute(r, (1, 2, 0)))
         below = -_product(second, _product(m2, first, SPLIT), SPLIT)
         tl.debug_barrier()  # all of M has been read
-        beta = tl.load(beta_ptr + places * 4, places < length, 0.0)
+        beta = tl.load(beta_ptr + places * BETA_ROW, places < length, 0.0)
         at = r_ptr + (places + 32)[:, None] * R_ROW + places[None, :]
         store_r(at, below * beta[None, :], (places + 32)[:, None] < length, TILE, SPLIT)
         zero = tl.zeros([32, 32], r_ptr.dtype.element_ty)  # right of the first half
@@ -156,7 +158,7 @@ def invert_kernel(
     first_row = (tl.arange(0, TILE // SIZE) * SIZE)[:, None, None]
     row = first_row + tl.arange(0, SIZE)[None, :, None]
     column = first_row + tl.arange(0, SIZE)[None, None, :]
-    beta = tl.load(beta_ptr + column * 4, column < length, 0.0)
+    beta = tl.load(beta_ptr + column * BETA_ROW, column < length, 0.0)
     store_r(r_ptr + row * R_ROW + column, r * beta, row < length, TILE, SPLIT)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.devices import aligned, checked_output, row_strides
+from megatron_hybrid.kernels.gated_delta_rule.triton_gates import Gate
 from megatron_hybrid.kernels.gated_delta_rule.triton_keys import (
     check_dims,
     load_keys,
@@ -90,7 +91,7 @@ def run(
         q, k, a, b, constants.A, constants.dt_bias, ring_k, ring_a, ring_b,
         r, weights, factors, decays, *plan.figures, sequences, plan.is_prompt,
         *row_strides(q, k, a, b), k_dim**-0.5, **sizes, TOGETHER=together,
-        BETA=constants.beta_scale, num_warps=1, **OPTIONS,
+        GATE=Gate.of(tokens, constants), num_warps=1, **OPTIONS,
     )  # fmt: skip
     block_v, num_warps, num_stages = tiling or tiling_of(v_dim, v.dtype, plan.is_single)
     arguments = (

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from megatron_hybrid.kernels.dependent_launch import let_next_start, wait_for_inputs
-from megatron_hybrid.kernels.gated_delta_rule.triton_decode import EPS, gates
+from megatron_hybrid.kernels.gated_delta_rule.triton_decode import EPS
+from megatron_hybrid.kernels.gated_delta_rule.triton_gates import gates_at
 from megatron_hybrid.kernels.gated_delta_rule.triton_keys import of_keys
 from megatron_hybrid.kernels.gated_delta_rule.triton_prepare import inverse, store_r
 from megatron_hybrid.kernels.launching import launched
@@ -49,7 +50,7 @@ def prepare_replay_kernel(
     q_row, k_row, a_row, b_row, scale,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr, K_DIM: tl.constexpr,
     KEYS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, TOGETHER: tl.constexpr,
-    BETA: tl.constexpr,
+    GATE: tl.constexpr,
 ):  # fmt: skip
     """R beta and P of a chunk and TOGETHER value heads of a key head, and the factors of the walk:
     of each token exp(G) for q and for k, and exp(G[last] - G) for k, all over the length of q or k;
@@ -103,7 +104,7 @@ def prepare_replay_kernel(
         old_b = tl.load(ring_b_ptr + in_ring * HEADS + head + i, old, 0.0)
         a = tl.where(own, own_a, old_a)
         b = tl.where(own, own_b, old_b)
-        decay, beta = gates(a, b, decay_ptr, bias_ptr, head + i, BETA)
+        decay, beta = gates_at(a, b, decay_ptr, bias_ptr, head + i, 0, 1, 1, GATE)
         decay = tl.where(valid, decay, 0.0)
         beta = tl.where(valid, beta, 0.0)
         cs = tl.cumsum(decay, 0)  # log2(e) * G

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.protocols import Filters
+from megatron_hybrid.kernels.sampling.protocol import Filters
 
 
 def log_softmax(logits: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """As in kinds.Sampling."""
+    """As in Sampling."""
     return torch.argmax(logits, dim=-1)
 
 

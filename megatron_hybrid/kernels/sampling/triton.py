@@ -28,9 +28,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
-from megatron_hybrid.kernels.protocols import Filters
 from megatron_hybrid.kernels.sampling import reference
 from megatron_hybrid.kernels.sampling.log_softmax import log_softmax
+from megatron_hybrid.kernels.sampling.protocol import Filters
 
 __all__ = ["argmax", "draw", "log_softmax", "penalise"]
 
@@ -57,7 +57,7 @@ _KNOWN_COUNTERS: dict[torch.device, Tensor] = {}
 
 
 def argmax(logits: Tensor, program: int = SIZES.program) -> Tensor:
-    """As in kinds.Sampling."""
+    """As in Sampling."""
     rows, vocabulary = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
