@@ -73,7 +73,7 @@ _OLMO_HYBRID: dict[str, Any] = {
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "num_hidden_layers": 3,
-    "layer_types": ["full_attention"] * 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "mlp_layer_types": ["dense", "sparse", "sparse"],
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
@@ -217,6 +217,14 @@ TINY: dict[str, Tiny] = {
     ),
     "llama": Tiny("Llama", {"num_hidden_layers": 3, "intermediate_size": 96}),
     "qwen3": Tiny("Qwen3", {"num_hidden_layers": 3, "intermediate_size": 96, "head_dim": 16}),
-    "kimi_linear": Tiny("KimiLinear", _LATENT | _EXPERTS | {"topk_group": 3}),
-    "bailing_hybrid": Tiny("BailingHybrid", _LATENT | _EXPERTS | {"q_lora_rank": 20}),
+    "kimi_linear": Tiny(
+        "KimiLinear",
+        _LATENT
+        | _EXPERTS
+        | {"topk_group": 3, "linear_num_heads": 4, "linear_head_dim": 16},
+        "chunk_size",
+    ),
+    "bailing_hybrid": Tiny(
+        "BailingHybrid", _LATENT | _EXPERTS | {"q_lora_rank": 20, "head_dim": 16}, "chunk_size"
+    ),
 }  # fmt: skip

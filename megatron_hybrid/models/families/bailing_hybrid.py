@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.layers.kimi_delta_attention import KimiDeltaAttentionConfig
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.families.family import Location
 from megatron_hybrid.models.families.kimi_linear import LAYERS, LatentFamily
@@ -57,7 +58,15 @@ class BailingHybrid(LatentFamily):
             interleaved=raw.flag("rope_interleave", default=True),
             head_gate=raw.values.get(gate, "") is not None,
         )
-        return self.built(raw, self._layers(raw), latent, 1e-6)
+        bound = raw.number("kda_lower_bound", default=-5.0)
+        delta = KimiDeltaAttentionConfig(
+            num_heads=latent.num_heads,
+            head_dim=raw.whole("linear_head_dim", "head_dim", default=128),
+            conv_width=raw.whole("short_conv_kernel_size", default=4),
+            kernel_chunk=raw.whole("chunk_size", default=64),
+            lower_bound=bound if raw.flag("kda_safe_gate", default=True) else None,
+        )
+        return self.built(raw, self._layers(raw), latent, delta, 1e-6)
 
     def _layers(self, raw: RawConfig) -> str:
         letters = raw.layer_letters(LAYERS)

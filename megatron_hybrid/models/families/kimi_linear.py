@@ -8,20 +8,22 @@ from dataclasses import replace
 from typing import ClassVar
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.layers.kimi_delta_attention import KimiDeltaAttentionConfig
 from megatron_hybrid.layers.latent_attention import LatentAttentionConfig
 from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.layers.rope import RopeConfig
 from megatron_hybrid.models.config import (
     EXPERTS,
+    KIMI_DELTA_ATTENTION,
     LATENT_ATTENTION,
     HybridModelConfig,
     MTPConfig,
 )
 from megatron_hybrid.models.families.family import Location, TwoBlockFamily
-from megatron_hybrid.models.families.raw_config import RawConfig
+from megatron_hybrid.models.families.raw_config import ModelSettings, RawConfig
 
-_DELTA_ATTENTION = "K"
-LAYERS = {"full_attention": LATENT_ATTENTION, "linear_attention": _DELTA_ATTENTION}
+LAYERS = {"full_attention": LATENT_ATTENTION, "linear_attention": KIMI_DELTA_ATTENTION}
+_OF_LINEAR = {"kda_layers", "full_attn_layers", "head_dim", "num_heads", "short_conv_kernel_size"}
 _MLPS = {"dense": "-", "sparse": EXPERTS}
 
 
@@ -42,17 +44,27 @@ class LatentFamily(TwoBlockFamily):
         is_behind = layer is not None and int(layer[1]) >= len(config.pattern) // 2
         return is_behind or super().ignores(config, name)
 
+    def locate_in(
+        self, config: HybridModelConfig, layer: str, block: int, role: str
+    ) -> list[Location]:
+        places = super().locate_in(config, layer, block, role)
+        if convolved := re.search(r"([qkv])_conv1d\.weight$", role):
+            # transformers has all three in one tensor in memory
+            name = places[0].name.replace(convolved[0], "conv1d.weight")
+            places.append(Location(name, part="qkv".index(convolved[1]), parts=3))
+        return places
+
     def built(
-        self, raw: RawConfig, layers: str, latent: LatentAttentionConfig, eps: float
+        self,
+        raw: RawConfig,
+        layers: str,
+        latent: LatentAttentionConfig,
+        delta: KimiDeltaAttentionConfig,
+        eps: float,
     ) -> HybridModelConfig:
         """The model. layers: a letter for each Hugging Face layer."""
         raw.refuse_unless("hidden_act", "silu")
         raw.refuse_unless("num_key_value_heads", latent.num_heads)
-        if _DELTA_ATTENTION in layers:
-            raise ConfigurationError(
-                f"{raw.where} describes layers of Kimi delta attention (linear_attention), which "
-                "are not supported yet."
-            )
         pattern = "".join(map("".join, zip(layers, self._mlps(raw, len(layers)), strict=True)))
         positions = raw.whole("model_max_length", "max_position_embeddings", default=4096)
         return HybridModelConfig(
@@ -61,7 +73,7 @@ class LatentFamily(TwoBlockFamily):
             norm_eps=raw.number("rms_norm_eps", default=eps),
             mlp=raw.gated_mlp() if "-" in pattern else None,
             moe=self._moe(raw) if EXPERTS in pattern else None,
-            others={LATENT_ATTENTION: latent},
+            others={LATENT_ATTENTION: latent, KIMI_DELTA_ATTENTION: delta},
             mtp=self._mtp(raw),
         )
 
@@ -161,21 +173,42 @@ class KimiLinear(LatentFamily):
         raw.refuse_unless("mla_use_nope", True)
         raw.refuse_unless("mla_use_output_gate", False)
         latent = self.latent_attention(raw, None, raw.flag("attention_bias"))
-        return self.built(raw, self._layers(raw), latent, 1e-5)
+        said = self._linear(raw)
+        dim = said.whole("head_dim", default=raw.whole("linear_head_dim", default=128))
+        delta = KimiDeltaAttentionConfig(
+            num_heads=said.whole("num_heads", default=raw.whole("linear_num_heads", default=32)),
+            head_dim=dim,
+            conv_width=said.whole(
+                "short_conv_kernel_size", default=raw.whole("linear_conv_kernel_dim", default=4)
+            ),
+            gate_rank=dim,
+            kernel_chunk=raw.whole("chunk_size", default=64),
+            nested_A_log=True,
+        )
+        return self.built(raw, self._layers(raw, said), latent, delta, 1e-5)
 
-    def _layers(self, raw: RawConfig) -> str:
-        count, said = raw.whole("num_hidden_layers"), raw.get("linear_attn_config", default={})
-        if "full_attn_layers" not in said or "kda_layers" not in said:
+    def _linear(self, raw: RawConfig) -> ModelSettings:
+        """What config.json says of KDA in a place of its own."""
+        said = ModelSettings(
+            raw.get("linear_attn_config", default={}), f"linear_attn_config in {raw.where}"
+        )
+        if unknown := sorted(set(said.values) - _OF_LINEAR):
+            raise ConfigurationError(f"{said.where} has {unknown[0]!r}, which is not supported.")
+        return said
+
+    def _layers(self, raw: RawConfig, said: ModelSettings) -> str:
+        count = raw.whole("num_hidden_layers")
+        if said.get("full_attn_layers") is None or said.get("kda_layers") is None:
             every = (
-                LATENT_ATTENTION if i and i % 4 == 0 else _DELTA_ATTENTION for i in range(count)
+                LATENT_ATTENTION if i and i % 4 == 0 else KIMI_DELTA_ATTENTION for i in range(count)
             )
             return raw.layer_letters(LAYERS) or "".join(every)
-        latent, delta = said["full_attn_layers"], said["kda_layers"]  # counted from 1
+        latent, delta = said.get("full_attn_layers"), said.get("kda_layers")  # counted from 1
         if sorted([*latent, *delta]) != list(range(1, count + 1)):
             raise ConfigurationError(
-                f"linear_attn_config in {raw.where} must name each of the layers 1 to {count} "
+                f"{said.where} must name each of the layers 1 to {count} "
                 f"once; its full_attn_layers are {latent}, its kda_layers {delta}."
             )
         return "".join(
-            LATENT_ATTENTION if i in latent else _DELTA_ATTENTION for i in range(1, count + 1)
+            LATENT_ATTENTION if i in latent else KIMI_DELTA_ATTENTION for i in range(1, count + 1)
         )
