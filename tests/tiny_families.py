@@ -211,6 +211,26 @@ TINY: dict[str, Tiny] = {
     "qwen3_5": Tiny("Qwen3_5", _DELTA_NET, "chunk_size", text=True),
     "qwen3_5_moe": Tiny("Qwen3_5Moe", _DELTA_NET | _EXPERTS, "chunk_size", text=True),
     "olmo_hybrid": Tiny("OlmoHybrid", _OLMO_HYBRID, "chunk_size"),
+    "minimax": Tiny(
+        "MiniMax",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": [
+                "linear_attention", "full_attention", "linear_attention", "linear_attention",
+            ],
+            "intermediate_size": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "full_attn_alpha_factor": 1.7,
+            "full_attn_beta_factor": 0.8,
+            "linear_attn_alpha_factor": 2.5,
+            "linear_attn_beta_factor": 1.2,
+            "mlp_alpha_factor": 3.5,
+            "mlp_beta_factor": 1.1,
+        },
+        "block_size",
+    ),
     "lfm2": Tiny("Lfm2", _SHORT_CONV | {"block_multiple_of": 8}),
     "lfm2_moe": Tiny(
         "Lfm2Moe", _SHORT_CONV | _EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.5}

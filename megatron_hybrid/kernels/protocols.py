@@ -399,6 +399,12 @@ class Rope(Protocol):
         [tokens, heads, head_dim]; of no heads keys and values are stored all the same.
         """
 
+    def turn(
+        self, qkv: Tensor, norms: HeadNorms | None, plan: Plan
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for a layer that has no KV cache: qkv [tokens, 3 * heads, head_dim], tokens may
+        be strided -> queries, keys and values [tokens, heads, head_dim], tokens may be strided."""
+
 
 class Activation(Protocol):
     """`activation` is a key of activation.reference.ACTIVATIONS; `into`: see Norm."""

@@ -26,6 +26,7 @@ from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans, PartKind, StepPart
 from megatron_hybrid.layers.mixer import LayerContext, Mixer, parameter
 from megatron_hybrid.layers.parts import Parts, Rows, sections
+from megatron_hybrid.layers.rope import RopeConfig
 
 Tokens = TypeVar("Tokens")
 Constants = TypeVar("Constants")
@@ -33,18 +34,19 @@ Ring = TypeVar("Ring")
 
 
 class RecurrentMixer(Mixer):
-    """`kind` names the layers that share their plans. A subclass gives `kernel` where it has more
-    than a convolution."""
+    """`kind` names the layers that share their plans, and `rope`, where they have positions. A
+    subclass gives `kernel` where it has more than a convolution."""
 
     kind: ClassVar[str]
+    rope: RopeConfig | None = None
     takes_chunk_bounds: ClassVar[bool] = False  # whether its kernels read cu_chunk_seqlens
 
     def __init__(
         self,
         context: LayerContext,
         conv_sections: list[int],
-        width: int,
-        bias: bool,
+        width: int = 1,
+        bias: bool = False,
         *,
         state: tuple[int, ...] = (0,),
         inputs: tuple[tuple[int, ...], ...] = (),

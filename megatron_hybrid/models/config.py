@@ -35,10 +35,11 @@ _DTYPES = {
 # Megatron's letters for layers, and below those that it has none for.
 MAMBA, ATTENTION, DENSE_MLP, EXPERTS, GATED_DELTA_NET = "M", "*", "-", "E", "G"
 MAMBA1, SHORT_CONV, SIDE_BY_SIDE, SHARED_TRANSFORMER = "S", "C", "H", "Z"
-LATENT_ATTENTION, KIMI_DELTA_ATTENTION = "A", "K"
+LATENT_ATTENTION, KIMI_DELTA_ATTENTION, LIGHTNING_ATTENTION = "A", "K", "N"
 # Whose scans are computed chunk by chunk.
 CHUNKED = frozenset(
-    {MAMBA, GATED_DELTA_NET, KIMI_DELTA_ATTENTION, SIDE_BY_SIDE, SHARED_TRANSFORMER}
+    {MAMBA, GATED_DELTA_NET, KIMI_DELTA_ATTENTION, LIGHTNING_ATTENTION, SIDE_BY_SIDE}
+    | {SHARED_TRANSFORMER}
 )
 
 
@@ -92,7 +93,7 @@ class HybridModelConfig:
         S  Mamba1              -  MLP                   Z  Mamba2, whose input a shared transformer
         G  gated delta net     E  mixture of experts       block adds to
         C  short convolution   A  latent attention
-        K  Kimi delta attention
+        N  lightning attention K  Kimi delta attention
 
     Every block is x + residual_multiplier * mixer(norm(x)), or as its BlockForm says. The
     description of a kind of block is None when the pattern has none of it; `others` has those of

@@ -135,8 +135,8 @@ class HybridModel(nn.Module):
             self.mtp = MTPHead(build)
             self.stages = self.stages.with_head(self.mtp.kv_specs, self.mtp.state_specs)
         self._note_layers()
-        self.frequencies = nn.Module()  # of rotary embeddings, by kind of attention
-        for kind, layer in self._attentions.items():
+        self.frequencies = nn.Module()  # of rotary embeddings, by kind of layer
+        for kind, layer in (*self._attentions.items(), *self._recurrent.items()):
             if layer.rope is not None:
                 table = inverse_frequencies(layer.rope)
                 self.frequencies.register_buffer(kind, table, persistent=False)

@@ -256,6 +256,27 @@ class _Rope(Over):
         found: Tensor = query
         return found
 
+    def turn(
+        self, qkv: Tensor, norms: HeadNorms | None, plan: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As in Rope."""
+        rotation, angles = (None, None) if plan is None else plan
+        heads = qkv.shape[1] // 3
+
+        def with_norms(query: Tensor | None, key: Tensor | None) -> HeadNorms | None:
+            return norms and HeadNorms(query, key, norms.eps)  # type: ignore[arg-type]
+
+        def kernel(qkv: Tensor, *weights: Tensor | None) -> Any:
+            turned = self.inner.turn(qkv, with_norms(*weights), rotation)
+            return tuple(one.clone() for one in turned)
+
+        def formula(qkv: Tensor, *weights: Tensor | None) -> Any:
+            return formulas.projected_heads(qkv, with_norms(*weights), angles, heads)
+
+        weights = (None, None) if norms is None else (norms.query, norms.key)
+        query, key, value = recomputed(kernel, formula, qkv, *weights)
+        return query, key, value
+
 
 @dataclass(frozen=True)
 class _Convolution(Over):

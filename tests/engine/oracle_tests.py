@@ -30,6 +30,7 @@ KINDS = {
     "mamba1": ("mamba", "falcon_mamba", "jamba", "lfm2", "lfm2_moe"),
     "gated_delta_net": ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"),
     "latent": ("kimi_linear", "bailing_hybrid"),
+    "lightning": ("minimax",),
 }
 assert set(FAMILIES) <= {kind for kinds in KINDS.values() for kind in kinds}
 
@@ -72,7 +73,9 @@ LIKE_OTHERS = {
     *("lfm2_moe", "qwen3_5"),
 }
 # Whose answers are compared with drafts, too; test_logits.py has all families' logits with them.
-DRAFTED = {"qwen3_next", "bamba", "falcon_h1", "zamba2", "jamba", "lfm2", "bailing_hybrid"}
+DRAFTED = {
+    *("qwen3_next", "bamba", "falcon_h1", "zamba2", "jamba", "lfm2", "bailing_hybrid", "minimax"),
+}
 SMALLER_BUDGETS = {3, 41}  # of the two of each test
 
 

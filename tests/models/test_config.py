@@ -167,6 +167,11 @@ def test_nemotron_options_that_are_refused(
         ("qwen3_5", {"rope_parameters": {"rope_type": "yarn"}}, "'yarn'"),
         ("olmo_hybrid", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("olmo_hybrid", {"layer_types": ["conv"]}, "type 'conv'"),
+        ("minimax", {"sliding_window": 128}, "sliding_window = 128"),
+        ("minimax", {"postnorm": False}, "postnorm = False"),
+        ("minimax", {"mlp_alpha_factor": 0}, "mlp_alpha_factor = 0.0"),
+        ("minimax", {"shared_intermediate_size": 64}, "shared_intermediate_size = 64"),
+        ("minimax", {"model_type": "minimax_m1"}, "has no 'postnorm'"),
         ("lfm2", {"layer_types": None}, "neither layer_types nor full_attn_idxs"),
     ],
 )
@@ -185,6 +190,32 @@ def test_layers_that_old_folders_count_instead_of_listing(tiny: Tiny, tmp_path: 
     read = [ModelFolder.open(write(tmp_path, values)).config for values in (lfm2, qwen)]
     assert read[0] == ModelFolder.open(tiny("lfm2").folder).config
     assert read[1].pattern == "GE*-GE*E"
+
+
+def test_minimax_as_it_was_released_first(tiny: Tiny, tmp_path: Path) -> None:
+    """Layers by number, and other names of the factors; half of a head is rotated."""
+    new = values_of(tiny("minimax"))
+    old = {name: value for name, value in new.items() if not name.endswith("_factor")}
+    old |= {
+        "model_type": "minimax_m1",
+        "layer_types": None,
+        "attn_type_list": [0, 1, 0, 0],
+        "postnorm": True,
+        "rotary_dim": 8,
+        "layernorm_full_attention_alpha": 1.7,
+        "layernorm_full_attention_beta": 0.8,
+        "layernorm_linear_attention_alpha": 2.5,
+        "layernorm_linear_attention_beta": 1.2,
+        "layernorm_mlp_alpha": 3.5,
+        "layernorm_mlp_beta": 1.1,
+    }
+    first = ModelFolder.open(tiny("minimax").folder).config
+    read = ModelFolder.open(write(tmp_path, old)).config
+    assert read.rope is not None and read.rope.rotary_dim == 8
+    assert (read.pattern, read.forms) == (first.pattern, first.forms) and read.pattern == "NE*ENENE"
+    assert read.others == first.others
+    multipliers = [(form.stream_multiplier, form.multiplier) for form in read.forms]
+    assert multipliers[:4] == [(2.5, 1.2), (3.5, 1.1), (1.7, 0.8), (3.5, 1.1)]
 
 
 def test_olmo_hybrids_without_lists_or_sizes_have_the_usual_ones(

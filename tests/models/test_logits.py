@@ -233,6 +233,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "minimax without factors, a larger head, three heads": (
+        "minimax",
+        {
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 32,
+            "layer_types": None,
+            "num_hidden_layers": 3,
+            "tie_word_embeddings": True,
+            **{
+                f"{layer}_{name}_factor": 1
+                for layer in ("full_attn", "linear_attn", "mlp")
+                for name in ("alpha", "beta")
+            },
+        },
+    ),
     "lfm2 with biases, sizes as they are": (
         "lfm2",
         {

@@ -44,6 +44,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size": 163,
         },
     ),
+    # three heads on a rank, a norm over those of both
+    "minimax": ("minimax", {"num_attention_heads": 6, "num_key_value_heads": 1, "vocab_size": 163}),
     "lfm2": ("lfm2", {"conv_bias": True}),
     "lfm2_moe": ("lfm2_moe", {}),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),

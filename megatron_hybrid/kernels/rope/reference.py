@@ -45,7 +45,21 @@ def prepare(
     attention: Plan,
 ) -> Tensor:
     """As in Rope."""
-    kv_heads = cache.key.shape[2]
+    query, key, value = _turned(qkv, norms, plan, cache.key.shape[2])
+    append(key, value, cache, attention)
+    return query
+
+
+def turn(
+    qkv: Tensor, norms: HeadNorms | None, plan: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As in Rope."""
+    return _turned(qkv, norms, plan, qkv.shape[1] // 3)
+
+
+def _turned(
+    qkv: Tensor, norms: HeadNorms | None, plan: tuple[Tensor, Tensor] | None, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
     qk, value = qkv.tensor_split([qkv.shape[1] - kv_heads], dim=1)
     if norms is not None:
         query, key = qk.tensor_split([qk.shape[1] - kv_heads], dim=1)
@@ -54,5 +68,4 @@ def prepare(
     if plan is not None:
         qk = rotate(qk, plan)
     query, key = qk.tensor_split([qk.shape[1] - kv_heads], dim=1)
-    append(key, value, cache, attention)
-    return query
+    return query, key, value

@@ -48,19 +48,54 @@ def prepare(
         store_kv(key, value, cache, attention.kv_slot)
         return query
     query = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    stored = cache.key, cache.value, attention.kv_slot, cache.k_scale, cache.v_scale
+    _launch(qkv, norms, plan, query, *stored, kv_heads, FP8_MAX if cache.is_fp8 else 0.0)
+    return query
+
+
+def turn(
+    qkv: Tensor, norms: HeadNorms | None, plan: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As in Rope."""
+    tokens, all_heads, head_dim = qkv.shape
+    heads = all_heads // 3
+    query, key, value = qkv.split(heads, dim=1)
+    if norms is None and plan is None:
+        return query, key, value
+    query, key = torch.empty(
+        2, tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device
+    ).unbind()
+    _launch(qkv, norms, plan, query, key, None, None, 1.0, 1.0, heads, 0.0)
+    return query, key, value
+
+
+def _launch(
+    qkv: Tensor,
+    norms: HeadNorms | None,
+    plan: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    kv_slot: Tensor | None,
+    k_scale: float,
+    v_scale: float,
+    kv_heads: int,
+    limit: float,
+) -> None:
+    """Keys, and values if they have a place, go where kv_slot says; None: one behind the other."""
+    tokens, heads, head_dim = query.shape
     block = next_power_of_2(head_dim)
     rows = max(1024 // block, 1)
-    programs = cdiv(heads, rows) + 2 * cdiv(kv_heads, rows)
+    programs = cdiv(heads, rows) + (1 if value is None else 2) * cdiv(kv_heads, rows)
     if tokens:
         q_weight, k_weight, eps = norms or (None, None, 0.0)
         _prepare_kernel[(tokens * programs,)](
-            qkv, q_weight, k_weight, plan, query, cache.key, cache.value, attention.kv_slot,
-            *qkv.stride()[:2], eps, cache.k_scale, cache.v_scale, heads, kv_heads, head_dim,
+            qkv, q_weight, k_weight, plan, query, key, value, kv_slot,
+            *qkv.stride()[:2], eps, k_scale, v_scale, heads, kv_heads, head_dim,
             ROTARY_DIM=0 if plan is None else plan.shape[1],
-            LIMIT=FP8_MAX if cache.is_fp8 else 0.0, ROWS=rows, BLOCK=block,
+            LIMIT=limit, ROWS=rows, BLOCK=block,
             num_warps=min(max(rows * block // 256, 1), 8), **OPTIONS,
         )  # fmt: skip
-    return query
 
 
 @launched(do_not_specialize=["tokens"])
@@ -89,13 +124,15 @@ def _prepare_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     LIMIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """LIMIT: the largest number that can be stored; 0: what comes is stored."""
+    """LIMIT: the largest number that can be stored; 0: what comes is stored. Without a cache of
+    values they stay where they are; without kv_slot a token's key goes to the token's place."""
     keys: tl.constexpr = HEADS  # the first head of keys, and that of values
     values: tl.constexpr = HEADS + KV_HEADS
     # A program has heads of one kind: then it reads one norm's weights, which are more than a head.
     q_programs: tl.constexpr = (HEADS + ROWS - 1) // ROWS
     k_programs: tl.constexpr = (KV_HEADS + ROWS - 1) // ROWS
-    programs: tl.constexpr = q_programs + 2 * k_programs
+    kinds: tl.constexpr = 1 if value_cache is None else 2
+    programs: tl.constexpr = q_programs + kinds * k_programs
     token = (tl.program_id(0) // programs).to(tl.int64)
     program = tl.program_id(0) % programs
     is_query = program < q_programs
@@ -138,13 +175,17 @@ def _prepare_kernel(
         place = (token * HEADS + head) * HEAD_DIM + dim
         tl.store(query + place, result, mask=inside)
     else:
-        slot = tl.load(kv_slot + token).to(tl.int64)
+        slot = token
+        if kv_slot is not None:
+            slot = tl.load(kv_slot + token).to(tl.int64)
         place = (slot * KV_HEADS + head - first) * HEAD_DIM + dim
         stored = result
         if LIMIT > 0:
             stored = kept(stored, tl.where(is_value, v_scale, k_scale), LIMIT)
         stored = stored.to(key_cache.dtype.element_ty)
-        if is_value:
+        if value_cache is None:
+            tl.store(key_cache + place, stored, mask=inside)
+        elif is_value:
             tl.store(value_cache + place, stored, mask=inside)
         else:
             tl.store(key_cache + place, stored, mask=inside)

@@ -14,6 +14,7 @@ from megatron_hybrid.models.families.kimi_linear import KimiLinear
 from megatron_hybrid.models.families.lfm2 import Lfm2
 from megatron_hybrid.models.families.llama import Llama, Qwen3
 from megatron_hybrid.models.families.mamba import Mamba, Mamba2
+from megatron_hybrid.models.families.minimax import MiniMax
 from megatron_hybrid.models.families.nemotron_h import NemotronH
 from megatron_hybrid.models.families.olmo_hybrid import OlmoHybrid
 from megatron_hybrid.models.families.qwen3_next import Qwen3Next, Qwen35
@@ -31,6 +32,7 @@ FAMILIES: tuple[Family, ...] = (
     Qwen3Next(),
     Qwen35(),
     OlmoHybrid(),
+    MiniMax(),
     Lfm2(),
     KimiLinear(),
     BailingHybrid(),
