@@ -22,6 +22,7 @@ from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.layers import inputs
 from megatron_hybrid.layers.attention import Attention
 from megatron_hybrid.layers.inputs import LayerCaches, StateSpec, allocate_caches
+from megatron_hybrid.layers.lightning_attention import LightningAttention
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import initialize
@@ -127,6 +128,10 @@ def _rows_by_weights(model: HybridModel) -> dict[tuple[int, str], Tensor]:
             if hasattr(layer, "A_log"):
                 rows = layer.A_log.view(len(layer.A_log), -1)[:, 0].long()
                 found |= {(index, name): rows for name in ("ssm", "values", "scales")}
+            elif isinstance(layer, LightningAttention):
+                dim = layer.config.head_dim
+                heads = layer.norm.weight[::dim].long() // dim
+                found |= {(index, name): heads for name in ("ssm", "values", "scales")}
     return found
 
 
