@@ -30,7 +30,7 @@ from megatron_hybrid.layers.mixer import added_up
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Part, WeightPart, prefixed, section
 from megatron_hybrid.layers.recurrent import RecurrentMixer
-from megatron_hybrid.layers.rope import inverse_frequencies
+from megatron_hybrid.layers.rope import RopeConfig, inverse_frequencies
 from megatron_hybrid.memory.arena import Arena
 from megatron_hybrid.models.blocks import (
     Block,
@@ -136,9 +136,10 @@ class HybridModel(nn.Module):
             self.stages = self.stages.with_head(self.mtp.kv_specs, self.mtp.state_specs)
         self._note_layers()
         self.frequencies = nn.Module()  # of rotary embeddings, by kind of layer
-        for kind, layer in (*self._attentions.items(), *self._recurrent.items()):
-            if layer.rope is not None:
-                table = inverse_frequencies(layer.rope)
+        ropes: dict[str, RopeConfig | None] = {k: a.rope for k, a in self._attentions.items()}
+        for kind, rope in (ropes | {k: r.rope for k, r in self._recurrent.items()}).items():
+            if rope is not None:
+                table = inverse_frequencies(rope)
                 self.frequencies.register_buffer(kind, table, persistent=False)
 
     def _note_layers(self) -> None:
