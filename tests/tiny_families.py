@@ -5,6 +5,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import transformers
+
+from tests import ring_linear
+
 
 class Tiny(NamedTuple):
     """`classes`: the prefix of transformers' classes; `chunk`: the name of the kernel chunk, where
@@ -14,6 +18,7 @@ class Tiny(NamedTuple):
     values: dict[str, Any]
     chunk: str | None = None
     text: bool = False
+    source: Any = transformers  # where the classes are
 
 
 _BAMBA_MAMBA: dict[str, Any] = {
@@ -230,6 +235,35 @@ TINY: dict[str, Tiny] = {
             "mlp_beta_factor": 1.1,
         },
         "block_size",
+    ),
+    "bailing_moe_linear": Tiny(
+        "RingLinear",
+        {
+            "num_hidden_layers": 4,
+            "layer_group_size": 3,
+            "first_k_dense_replace": 1,
+            "head_dim": 16,
+            "intermediate_size": 96,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "norm_topk_prob": True,
+            "group_norm_size": 2,
+            "linear_silu": False,
+            "use_qk_norm": True,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+        "block_size",
+        source=ring_linear,
     ),
     "lfm2": Tiny("Lfm2", _SHORT_CONV | {"block_multiple_of": 8}),
     "lfm2_moe": Tiny(

@@ -1,4 +1,5 @@
-"""Tiny random models, made with transformers: the oracle of the tests and their checkpoints."""
+"""Tiny random models, made with transformers, or by formulas of our own where it has none: the
+oracle of the tests and their checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -42,9 +42,9 @@ def make_tiny_model(
     tiny = TINY[family]
     chunk = {} if tiny.chunk is None else {tiny.chunk: chunk_size}
     text = "Text" if tiny.text else ""
-    configuration = getattr(transformers, f"{tiny.classes}{text}Config")
+    configuration = getattr(tiny.source, f"{tiny.classes}{text}Config")
     made = configuration(**_COMMON | tiny.values | chunk | overrides)
-    model: PreTrainedModel = getattr(transformers, f"{tiny.classes}ForCausalLM")(made)
+    model: PreTrainedModel = getattr(tiny.source, f"{tiny.classes}ForCausalLM")(made)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -233,6 +233,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "ring-linear with silu, one group of norms and of experts, without a dense layer": (
+        "bailing_moe_linear",
+        {
+            "linear_silu": True,
+            "group_norm_size": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "num_hidden_layers": 5,
+            "num_shared_experts": 2,
+            "partial_rotary_factor": 1.0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "minimax without factors, a larger head, three heads": (
         "minimax",
         {

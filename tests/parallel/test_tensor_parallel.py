@@ -44,6 +44,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size": 163,
         },
     ),
+    # slopes of a number of heads that is no power of two
+    "bailing_moe_linear": (
+        "bailing_moe_linear",
+        {"num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 163},
+    ),
     # three heads on a rank, a norm over those of both
     "minimax": ("minimax", {"num_attention_heads": 6, "num_key_value_heads": 1, "vocab_size": 163}),
     "lfm2": ("lfm2", {"conv_bias": True}),

@@ -133,7 +133,7 @@ def _fitting(
     """Of what may be a weight's the one with its shape, and this rank's part of that. None: there
     is none; what may be of several stacked weights need not be of this one."""
     rows, columns = one.part.shape
-    outputs, experts, index = rows * place.parts, place.stacked, place.index
+    outputs, experts, index = place.all_rows(rows), place.stacked, place.index
     if found and index is not None and outputs == columns and adapter.swaps_experts is None:
         raise WeightsError(
             f"Module {found[0][1].module!r} in {adapter.where} is of square experts, which PEFT "
@@ -163,7 +163,7 @@ def _fitting(
         b = b.unflatten(1, (-1, experts))[:, :, index]
     if swaps:
         a, b = b.t(), a.t()
-    first = place.part * rows
+    first = place.first_row(rows)
     own_rows, own_columns = one.part.source
     return key, own, a[:, own_columns], b[first + own_rows.start : first + own_rows.stop]
 

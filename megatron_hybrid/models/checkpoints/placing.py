@@ -196,7 +196,7 @@ def _lies_within(format: WeightFormat, quantized: StoredWeight) -> bool:
 
 
 def _slices(part: Part, place: Location) -> tuple[slice | int, ...]:
-    offset = place.part * part.shape[0]
+    offset = place.first_row(part.shape[0])
     first = slice(part.source[0].start + offset, part.source[0].stop + offset)
     rest = (first, *part.source[1:])
     return rest if place.index is None else (place.index, *rest)

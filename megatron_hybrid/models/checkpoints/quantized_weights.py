@@ -168,7 +168,7 @@ class StoredWeight:
         return (torch.int8,) if self.stored.numbers == "int8" else (torch.int32,)
 
     def _expected_shapes(self) -> dict[str, list[Shape]]:
-        rows, columns = self.rows * self.place.parts, self.columns
+        rows, columns = self.place.all_rows(self.rows), self.columns
         per_word = 32 // self._bits
         block, stored = self._block, self.stored
         grid = -(-rows // block[0]), -(-columns // block[1])
@@ -212,7 +212,7 @@ class StoredWeight:
     def _block(self) -> tuple[int, int]:
         """Rows and columns that share a scale in the checkpoint."""
         if self.stored.scales == "tensor":
-            return self.rows * self.place.parts, self.columns
+            return self.place.all_rows(self.rows), self.columns
         if self.stored.scales == "block" and self.stored.block is not None:
             return self.stored.block
         group = self.stored.group_size if self.stored.scales == "group" else None
@@ -260,7 +260,7 @@ class StoredWeight:
         return (values * self._whole_scale() if "whole" in self.names else values).to(device)
 
     def _rows_in_tensor(self, rows: slice) -> slice:
-        offset = self.place.part * self.rows
+        offset = self.place.first_row(self.rows)
         return slice(rows.start + offset, rows.stop + offset)
 
     def _read(self, kind: str, *index: slice) -> Tensor:
@@ -292,7 +292,7 @@ class StoredWeight:
         self._check_positive(scale, "scale")
         if self.stored.layout in ("gptq", "awq"):
             scale = scale.t()
-        return scale.reshape(-(-self.rows * self.place.parts // self._block[0]), -1)
+        return scale.reshape(-(-self.place.all_rows(self.rows) // self._block[0]), -1)
 
     def _zeros(self) -> Tensor:
         """[grid rows, grid columns] uint8."""
@@ -304,7 +304,7 @@ class StoredWeight:
             zeros = self._from_words(words).t()
             return zeros if stored.version == "gptq_v2" else zeros + 1
         if words.dtype == torch.int32:  # packed along the rows
-            return self._from_words(words.t())[:, : self.rows * self.place.parts].t()
+            return self._from_words(words.t())[:, : self.place.all_rows(self.rows)].t()
         return (words + 2 ** (self._bits - 1)).to(torch.uint8)
 
     def _check_middle(self, zero: Tensor) -> None:

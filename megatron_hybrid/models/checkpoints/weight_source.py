@@ -80,7 +80,7 @@ class WeightSource(ABC):
 
     def check_shape(self, place: Location, shape: tuple[int, ...]) -> None:
         """`shape`: the role's. Raises WeightsError for another one."""
-        expected = (shape[0] * place.parts, *shape[1:])
+        expected = (place.all_rows(shape[0]), *shape[1:])
         if place.index is not None:
             expected = (place.stacked, *expected)
         stored = self.shape(place.name)

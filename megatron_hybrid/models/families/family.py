@@ -19,13 +19,24 @@ ROTARY_TABLE = r"rotary_emb\.inv_freq$"
 @dataclass(frozen=True, slots=True)
 class Location:
     """Where a weight is in a checkpoint: tensor `name`, there row `index` of `stacked` if several
-    experts are stacked, there the `part`-th of `parts` equal pieces if several are concatenated."""
+    experts are stacked, there the `part`-th of `parts` equal pieces if several are concatenated;
+    or, if the pieces differ, its rows from `first` on of `total`."""
 
     name: str
     index: int | None = None
     stacked: int = 1
     part: int = 0
     parts: int = 1
+    first: int = 0
+    total: int | None = None
+
+    def first_row(self, rows: int) -> int:
+        """Where a weight of so many rows begins there."""
+        return self.part * rows if self.total is None else self.first
+
+    def all_rows(self, rows: int) -> int:
+        """How many rows the tensor has, that a weight of so many is a part of."""
+        return rows * self.parts if self.total is None else self.total
 
 
 class Family(ABC):

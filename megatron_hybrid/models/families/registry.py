@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.models.families.bailing_hybrid import BailingHybrid
+from megatron_hybrid.models.families.bailing_linear import BailingLinear
 from megatron_hybrid.models.families.bamba import Bamba
 from megatron_hybrid.models.families.falcon_h1 import FalconH1
 from megatron_hybrid.models.families.family import Family
@@ -33,6 +34,7 @@ FAMILIES: tuple[Family, ...] = (
     Qwen35(),
     OlmoHybrid(),
     MiniMax(),
+    BailingLinear(),
     Lfm2(),
     KimiLinear(),
     BailingHybrid(),
