@@ -23,6 +23,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "qwen3_next": (*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"),
     "falcon_mamba": ("in_proj", "x_proj", "dt_proj"),
     "jamba": (*ATTENTION, "in_proj", "x_proj", "dt_proj", "out_proj"),
+    "olmo_hybrid": (*ATTENTION, *MLP, "g_proj", "a_proj", "b_proj"),
+    "minimax": (*ATTENTION, "qkv_proj", "output_gate", "out_proj"),
     "lfm2": ("q_proj", "k_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3"),
     "granite_moe_hybrid": (*ATTENTION, "input_linear", "output_linear", "in_proj", "out_proj"),
     "falcon_h1": (*ATTENTION, *MLP, "in_proj"),

@@ -46,6 +46,8 @@ EXPRESSIBLE: dict[str, dict[str, Any]] = {
     "qwen3": {},
 }
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("olmo_hybrid", {}, "norms behind its layers"),
+    ("minimax", {}, "lightning attention"),
     ("falcon_h1", {}, "side by side"),
     ("zamba2", {}, "layers share"),
     ("mamba", {}, "Mamba1"),

@@ -37,6 +37,7 @@ PARAMETERS = {
     "llama-3.1-8b": (8.03, "Hub"),
     "mamba-2.8b": (2.77, "Hub"),
     "mamba-codestral-7b": (7.285, "model card: 7,285,403,648"),
+    "minimax-text-01": (456.1, "456 B in the model card; 456.09 in transformers' class"),
     "nemotron-3-nano-30b-a3b": (31.58, "Hub: 31.6 B"),
     "nemotron-h-8b": (8.10, "Hub"),
     "olmo-hybrid-7b": (7.43, "7 B in the model card; 7.43 in transformers' class"),
@@ -45,6 +46,7 @@ PARAMETERS = {
     "qwen3.5-35b-a3b": (34.7, "35 B in the model card; 34.66 in transformers' class"),
     "qwen3.5-35b-a3b-nvfp4": (34.7, "as above"),
     "qwen3.5-9b": (8.95, "what llama.cpp counts in the text part"),
+    "ring-mini-linear-2.0": (16.42, "16.4 B in the report, arXiv 2510.19338"),
     "zamba2-2.7b": (2.66, "2.7 B in the model card; 2.66 in transformers' class"),
 }
 

@@ -59,8 +59,12 @@ def _reasons(config: HybridModelConfig) -> Iterator[str]:
         multipliers.append(("multiplier of attention's output", attention.out_multiplier))
         if attention.scale != attention.head_dim**-0.5:
             yield f"scale of attention other than head_dim ** -0.5 (here {attention.scale})"
+        if attention.norm_over_heads:
+            yield "norms over all heads of queries or keys"
         if attention.qk_norm and attention.zero_centered_norm != config.zero_centered_norm:
             yield "norms of q and k that are centered otherwise than the other norms"
+    if config.gated_delta_net is not None:
+        multipliers.append(("multiplier of a delta net's beta", config.gated_delta_net.beta_scale))
     if mamba is not None:
         multipliers.append(("multiplier of Mamba's input", mamba.input_multiplier))
         multipliers.append(("multiplier of Mamba's output", mamba.out_multiplier))
