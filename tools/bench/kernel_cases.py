@@ -23,8 +23,9 @@ from bench.sampling_cases import sampling_cases
 def kernel_cases(bench: Bench) -> Iterator[Case]:
     for kind in recurrent_kinds(bench.model, bench.kernels, bench.device, bench.dtype):
         yield from recurrent_cases(bench, kind)
-        yield from conv_cases(bench, kind)
-        yield from layer_cases(bench, kind)
+        if kind.channels:
+            yield from conv_cases(bench, kind)
+            yield from layer_cases(bench, kind)
     yield from projected_cases(bench)
     yield from gated_norm_cases(bench)
     yield from attention_cases(bench)

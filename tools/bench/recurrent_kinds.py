@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ from megatron_hybrid.kernels.protocols import (
 )
 from megatron_hybrid.layers.gated_delta_net import GatedDeltaNetConfig
 from megatron_hybrid.layers.kimi_delta_attention import KimiDeltaAttentionConfig
+from megatron_hybrid.layers.lightning_attention import LightningAttentionConfig
 from megatron_hybrid.layers.mamba1 import Mamba1Config
 from megatron_hybrid.layers.mamba2 import Mamba2Config
 from megatron_hybrid.models.config import (
     KIMI_DELTA_ATTENTION,
+    LIGHTNING_ATTENTION,
     MAMBA,
     SHARED_TRANSFORMER,
     SIDE_BY_SIDE,
@@ -45,7 +47,7 @@ class RecurrentKind:
     """A kind of recurrent layer, at one model's sizes."""
 
     letter: str  # in a pattern
-    channels: int  # of the convolution
+    channels: int  # of the convolution; 0: there is none
     width: int
     silu: bool
     kernel_chunk: int
@@ -88,6 +90,12 @@ def recurrent_kinds(
     delta = model.others.get(KIMI_DELTA_ATTENTION)
     if isinstance(delta, KimiDeltaAttentionConfig):
         yield _kimi_delta_attention(delta, kernels, columns, constant)
+    lightning = model.others.get(LIGHTNING_ATTENTION)
+    if isinstance(lightning, LightningAttentionConfig):
+        heads, dim = lightning.num_heads, lightning.head_dim
+        scan = Mamba2Config(heads, dim, dim, heads, 1, lightning.kernel_chunk)
+        kind = _mamba2(scan, kernels, columns, constant)
+        yield replace(kind, letter=LIGHTNING_ATTENTION, channels=0)
     if "C" in letters and model.short_conv is not None:
         yield RecurrentKind("C", model.hidden_size, model.short_conv.conv_width, False, 1)
 
@@ -263,7 +271,7 @@ def _gated_delta_net(
         state=(heads, value_dim, key_dim),
         kernel=kernels.gated_delta_rule,
         inputs=inputs,
-        constants=DeltaRuleConstants(decay, bias),
+        constants=DeltaRuleConstants(decay, bias, beta_scale=config.beta_scale),
         values_per_token=2 * keys + 2 * values + 2 * heads,
         # In chunks of Q tokens, a value head: w S^T, q S^T and v^T k with the state, and half of
         # k k^T, q k^T, T v, T k and P v inside the chunk.

@@ -15,6 +15,12 @@ def test_a_model_with_shared_transformers_has_all_its_cases() -> None:
     assert names >= {"scan", "layer prefill", "spared writes", "draw"}
 
 
+def test_a_layer_without_a_convolution_has_the_cases_of_its_scan() -> None:
+    names = {case.name for case in kernel_cases(bench_of("ring-mini-linear-2.0"))}
+    assert "scan" in names and "layer prefill" not in names
+    assert not any(name.startswith("conv") for name in names)
+
+
 @pytest.mark.parametrize("model", sorted(folder.name for folder in CONFIGS.iterdir()))
 def test_the_layers_of_a_kind_are_counted_in_all_their_blocks(model: str) -> None:
     bench = bench_of(model)
