@@ -19,7 +19,7 @@ class RingLinearConfig(SimpleNamespace):
     """The values of config.json."""
 
     def __init__(self, **values: Any) -> None:
-        super().__init__(model_type="bailing_moe_linear", **values)
+        super().__init__(**{"model_type": "bailing_moe_linear"} | values)
 
 
 def slopes(heads: int) -> list[float]:
@@ -115,6 +115,42 @@ class Attention(nn.Module):
         return linear(attended(q, k, v), self.dense)
 
 
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): all keys and values are made."""
+
+    def __init__(self, c: RingLinearConfig) -> None:
+        super().__init__()
+        self.c, hidden, heads = c, c.hidden_size, c.num_attention_heads
+        query, inner = c.qk_nope_head_dim + c.qk_rope_head_dim, c.qk_nope_head_dim + c.v_head_dim
+        if c.q_lora_rank is None:
+            self.q_proj = nn.Linear(hidden, heads * query, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(hidden, c.q_lora_rank, bias=False)
+            self.q_a_layernorm = Norm(c.q_lora_rank, c.rms_norm_eps)
+            self.q_b_proj = nn.Linear(c.q_lora_rank, heads * query, bias=False)
+        latent = c.kv_lora_rank + c.qk_rope_head_dim
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, latent, bias=False)
+        self.kv_a_layernorm = Norm(c.kv_lora_rank, c.rms_norm_eps)
+        self.kv_b_proj = nn.Linear(c.kv_lora_rank, heads * inner, bias=False)
+        self.dense = nn.Linear(heads * c.v_head_dim, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        c, heads, dims = self.c, self.c.num_attention_heads, self.c.qk_rope_head_dim
+        if c.q_lora_rank is None:
+            q = linear(x, self.q_proj)
+        else:
+            q = linear(self.q_a_layernorm(linear(x, self.q_a_proj)), self.q_b_proj)
+        kv, key = linear(x, self.kv_a_proj_with_mqa).split([c.kv_lora_rank, dims], dim=-1)
+        kv = linear(self.kv_a_layernorm(kv), self.kv_b_proj).unflatten(-1, (heads, -1))
+        nope, value = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
+        first, last = q.unflatten(-1, (heads, -1)).split([c.qk_nope_head_dim, dims], dim=-1)
+        last = turned(last, c.rope_theta, dims, c.rope_interleave)
+        key = turned(key[:, :, None], c.rope_theta, dims, c.rope_interleave)
+        q = torch.cat((first, last), dim=-1)
+        k = torch.cat((nope, key.expand(-1, -1, heads, -1)), dim=-1)
+        return linear(attended(q, k, value), self.dense)
+
+
 class Gate(nn.Module):
     expert_bias: Tensor
 
@@ -168,7 +204,9 @@ class Layer(nn.Module):
         group, count = c.layer_group_size, c.num_hidden_layers
         softmax = (layer + 1) % group == 0 or layer >= count // group * group
         self.input_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
-        self.attention = Attention(c) if softmax else LinearAttention(c, layer)
+        is_latent = getattr(c, "kv_lora_rank", None) is not None
+        kind = LatentAttention if is_latent else Attention
+        self.attention = kind(c) if softmax else LinearAttention(c, layer)
         self.post_attention_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
         is_dense = layer < c.first_k_dense_replace
         self.mlp = MLP(c, c.intermediate_size) if is_dense else Experts(c)

@@ -95,6 +95,31 @@ _SHORT_CONV: dict[str, Any] = {
     "intermediate_size": 96,
 }
 
+_RING_LINEAR: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_group_size": 3,
+    "first_k_dense_replace": 1,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "norm_topk_prob": True,
+    "group_norm_size": 2,
+    "linear_silu": False,
+    "use_qk_norm": True,
+    "rms_norm_eps": 1e-3,  # so that one of another size is noticed
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+}
+
 TINY: dict[str, Tiny] = {
     "nemotron_h": Tiny(
         "NemotronH",
@@ -236,31 +261,19 @@ TINY: dict[str, Tiny] = {
         },
         "block_size",
     ),
-    "bailing_moe_linear": Tiny(
+    "bailing_moe_linear": Tiny("RingLinear", _RING_LINEAR, "block_size", source=ring_linear),
+    "bailing_moe_v2_5": Tiny(
         "RingLinear",
-        {
-            "num_hidden_layers": 4,
-            "layer_group_size": 3,
-            "first_k_dense_replace": 1,
-            "head_dim": 16,
-            "intermediate_size": 96,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "num_shared_experts": 1,
-            "moe_intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 32,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 1.5,
-            "score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "norm_topk_prob": True,
-            "group_norm_size": 2,
-            "linear_silu": False,
-            "use_qk_norm": True,
-            "rms_norm_eps": 1e-3,  # so that one of another size is noticed
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
+        _RING_LINEAR
+        | {
+            "model_type": "bailing_moe_v2_5",
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "rope_interleave": True,
         },
         "block_size",
         source=ring_linear,

@@ -30,7 +30,7 @@ KINDS = {
     "mamba1": ("mamba", "falcon_mamba", "jamba", "lfm2", "lfm2_moe"),
     "gated_delta_net": ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"),
     "latent": ("kimi_linear", "bailing_hybrid"),
-    "lightning": ("minimax", "bailing_moe_linear"),
+    "lightning": ("minimax", "bailing_moe_linear", "bailing_moe_v2_5"),
 }
 assert set(FAMILIES) <= {kind for kinds in KINDS.values() for kind in kinds}
 

@@ -172,6 +172,8 @@ def test_nemotron_options_that_are_refused(
         ("bailing_moe_linear", {"score_function": "softmax"}, "score_function = 'softmax'"),
         ("bailing_moe_linear", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1"),
         ("bailing_moe_linear", {"layer_group_size": None}, "has no 'layer_group_size'"),
+        ("bailing_moe_v2_5", {"num_kv_heads_for_linear_attn": 2}, "num_kv_heads_for_linear_attn"),
+        ("bailing_moe_v2_5", {"rope_scaling": {"type": "linear", "factor": 2}}, "RoPE of type"),
         ("minimax", {"sliding_window": 128}, "sliding_window = 128"),
         ("minimax", {"postnorm": False}, "postnorm = False"),
         ("minimax", {"mlp_alpha_factor": 0}, "mlp_alpha_factor = 0.0"),
@@ -195,6 +197,17 @@ def test_layers_that_old_folders_count_instead_of_listing(tiny: Tiny, tmp_path: 
     read = [ModelFolder.open(write(tmp_path, values)).config for values in (lfm2, qwen)]
     assert read[0] == ModelFolder.open(tiny("lfm2").folder).config
     assert read[1].pattern == "GE*-GE*E"
+
+
+def test_ling_as_old_as_2_6_is_known_by_its_architecture(tiny: Tiny, tmp_path: Path) -> None:
+    """Its model type is that of Ling 3.0. Of its head no drafts come."""
+    values = values_of(tiny("bailing_moe_v2_5"))
+    later = {"architectures": ["BailingMoeV2_5ForCausalLM"], "model_type": "bailing_hybrid"}
+    expected = ModelFolder.open(tiny("bailing_moe_v2_5").folder).config
+    read = ModelFolder.open(write(tmp_path, values | later)).config
+    assert read == expected and read.pattern == "N-NEAEAE"
+    with_head = ModelFolder.open(write(tmp_path, values | {"num_nextn_predict_layers": 1})).config
+    assert with_head.mtp is not None and with_head.mtp.unsupported
 
 
 def test_minimax_as_it_was_released_first(tiny: Tiny, tmp_path: Path) -> None:

@@ -249,6 +249,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "ling 2.5 without latents of queries, halves of positions": (
+        "bailing_moe_v2_5",
+        {"q_lora_rank": None, "rope_interleave": False, "num_hidden_layers": 3},
+    ),
     "minimax without factors, a larger head, three heads": (
         "minimax",
         {

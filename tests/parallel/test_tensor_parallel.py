@@ -49,6 +49,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "bailing_moe_linear",
         {"num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 163},
     ),
+    "bailing_moe_v2_5": ("bailing_moe_v2_5", {"group_norm_size": 1}),
     # three heads on a rank, a norm over those of both
     "minimax": ("minimax", {"num_attention_heads": 6, "num_key_value_heads": 1, "vocab_size": 163}),
     "lfm2": ("lfm2", {"conv_bias": True}),

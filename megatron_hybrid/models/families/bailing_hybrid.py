@@ -9,6 +9,7 @@ from dataclasses import replace
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.kimi_delta_attention import KimiDeltaAttentionConfig
 from megatron_hybrid.models.config import HybridModelConfig
+from megatron_hybrid.models.families.bailing_linear import V2_5, BailingLinear
 from megatron_hybrid.models.families.family import Location
 from megatron_hybrid.models.families.kimi_linear import LAYERS, LatentFamily
 from megatron_hybrid.models.families.raw_config import RawConfig
@@ -40,6 +41,10 @@ class BailingHybrid(LatentFamily):
         return places
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
+        if "BailingMoeV2_5ForCausalLM" in raw.get("architectures", default=[]):
+            # Ling 2.6 says the same of itself, and has no Kimi delta attention.
+            older = replace(raw, values={**raw.values, "model_type": V2_5})
+            return BailingLinear().config(older)
         raw.refuse_unless("use_bias", False)
         raw.refuse_unless("use_mla_nope", False)
         gate = "gated_attention_proj_granularity_type"

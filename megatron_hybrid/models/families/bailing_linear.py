@@ -1,17 +1,21 @@
-"""Ring-linear 2.0 (inclusionAI, arXiv 2510.19338): lightning attention, the last layer of every
-group softmax attention, each with an MLP or, past the first layers, experts of which groups are
-chosen first."""
+"""Ring-linear 2.0 (inclusionAI, arXiv 2510.19338), Ling 2.5 and 2.6: lightning attention, the last
+layer of every group softmax attention, which from 2.5 on is latent, each with an MLP or, past the
+first layers, experts of which groups are chosen first."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
+from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.layers.latent_attention import LatentAttentionConfig
 from megatron_hybrid.layers.lightning_attention import LightningAttentionConfig
+from megatron_hybrid.layers.mixer import LayerConfig
 from megatron_hybrid.layers.rope import RopeConfig
 from megatron_hybrid.models.config import (
     ATTENTION,
     EXPERTS,
+    LATENT_ATTENTION,
     LIGHTNING_ATTENTION,
     HybridModelConfig,
 )
@@ -22,10 +26,14 @@ from megatron_hybrid.models.families.raw_config import RawConfig
 _QKV = ("q_proj", "k_proj", "v_proj")
 
 
+V2_5 = "bailing_moe_v2_5"
+
+
 class BailingLinear(LatentFamily):
     """q, k and v of softmax attention are one tensor, as those of lightning attention are."""
 
-    model_types = ("bailing_moe_linear", "bailing_moe_linear_v2")
+    model_types = ("bailing_moe_linear", "bailing_moe_linear_v2", V2_5)
+    ignored = (*LatentFamily.ignored, r"^model\.mtp\.")
     roles = (
         (r"^router\.bias$", "gate.expert_bias"),
         *LatentFamily.roles,
@@ -60,29 +68,50 @@ class BailingLinear(LatentFamily):
             raw.refuse_unless(name, False)
         for name in ("use_rmsnorm", "linear_rope"):
             raw.refuse_unless(name, True)
-        raw.refuse_unless("num_nextn_predict_layers", 0)
-        letters = self._letters(raw)
         attention = raw.attention(bias=False, qk_norm=raw.flag("use_qk_norm"))
         rope = raw.rope(attention.head_dim, theta=6e5)
+        others: dict[str, LayerConfig] = {}
+        if is_latent := raw.get("kv_lora_rank") is not None:
+            others[LATENT_ATTENTION] = self._latent(raw)
+        else:
+            raw.refuse_unless("num_nextn_predict_layers", 0)
+        letters = self._letters(raw, LATENT_ATTENTION if is_latent else ATTENTION)
+        others[LIGHTNING_ATTENTION] = self._lightning(raw, rope, len(letters))
         pattern = "".join(map("".join, zip(letters, self._mlps(raw, len(letters)), strict=True)))
         return HybridModelConfig(
             **raw.common(),
             pattern=pattern,
             norm_eps=raw.number("rms_norm_eps", default=1e-6),
-            attention=replace(attention, rope=rope),
+            attention=None if is_latent else replace(attention, rope=rope),
             mlp=raw.gated_mlp() if "-" in pattern else None,
             moe=self._moe(raw) if EXPERTS in pattern else None,
-            others={LIGHTNING_ATTENTION: self._lightning(raw, rope, len(letters))},
+            others=others,
+            mtp=self._mtp(raw),
         )
 
-    def _letters(self, raw: RawConfig) -> str:
+    def _latent(self, raw: RawConfig) -> LatentAttentionConfig:
+        """All of the dimensions that are for positions are rotated, of whatever part others are."""
+        raw.refuse_unless("num_kv_heads_for_linear_attn", raw.whole("num_attention_heads"))
+        turned = raw.whole("qk_rope_head_dim")
+        rope = replace(raw.rope(turned, theta=6e5), rotary_dim=turned)
+        if rope.kind != "default":
+            raise ConfigurationError(
+                f"RoPE of type {rope.kind!r} in {raw.where} is not supported with latent "
+                "attention, only 'default' is."
+            )
+        return replace(
+            self.latent_attention(raw, rope, bias=False),
+            norm_eps=raw.number("rms_norm_eps", default=1e-6),
+            interleaved=raw.flag("rope_interleave", default=True),
+        )
+
+    def _letters(self, raw: RawConfig, softmax: str) -> str:
         """Layers that fill no group have softmax attention, too."""
         layers = raw.whole("num_hidden_layers")
         group = raw.whole("layer_group_size")
         whole = layers // group * group
         return "".join(
-            LIGHTNING_ATTENTION if i < whole and (i + 1) % group else ATTENTION
-            for i in range(layers)
+            LIGHTNING_ATTENTION if i < whole and (i + 1) % group else softmax for i in range(layers)
         )
 
     def _lightning(self, raw: RawConfig, rope: RopeConfig, layers: int) -> LightningAttentionConfig:
