@@ -28,7 +28,7 @@ from tests.kernels.attention_cases import (
     paged_sequences,
     poisoned_cache,
 )
-from tests.kernels.rope_cases import check_batches, check_prepare
+from tests.kernels.rope_cases import check_batches, check_prepare, check_turn
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -514,3 +514,16 @@ def test_what_attention_takes_in_float32() -> None:
 
     shape = attention_shape(16, 2, 128, 16)
     check_prepare(rope, make("triton"), shape, 128, torch.float32, tolerance=1e-4, device="cuda")
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 64])
+@pytest.mark.parametrize("norm_dtype", [None, BF16])
+def test_what_a_layer_without_a_cache_takes(
+    norm_dtype: torch.dtype | None, rotary_dim: int
+) -> None:
+    """As in Ring-linear."""
+    from megatron_hybrid.kernels.rope import triton as rope
+
+    check_turn(
+        rope, 16, 128, rotary_dim, norm_dtype, dtype=BF16, tolerance=0.1, tokens=300, device="cuda"
+    )

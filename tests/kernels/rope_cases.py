@@ -79,6 +79,42 @@ def check_prepare(
         assert_same(now, old)
 
 
+def check_turn(
+    rope: Any,
+    heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    norm_dtype: torch.dtype | None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 1e-5,
+    tokens: int = 9,
+    device: str = "cpu",
+) -> None:
+    """Of a layer without a KV cache; arguments as of check_prepare. A token's bits are the same
+    alone."""
+    torch.manual_seed(rotary_dim)
+    shape = AttentionShape(heads, heads, head_dim, 1.0, 1, dtype, dtype)
+    qkv = projected(tokens, 3 * heads, head_dim, dtype, device)
+    norms, rotation = norms_of(shape, norm_dtype, device), None
+    query, key, value = (each.double() for each in qkv.split(heads, dim=1))
+    if norms is not None:
+        query, key = normed(query, norms.query), normed(key, norms.key)
+    positions = torch.randint(0, 30000, (tokens,), device=device)
+    frequencies = 5e5 ** -(torch.arange(0, rotary_dim, 2, device=device) / max(rotary_dim, 1))
+    if rotary_dim:
+        rotation = rope.plan(positions, frequencies, dtype)
+        query, key = (rotated(x, positions, frequencies) for x in (query, key))
+    found = rope.turn(qkv, norms, rotation)
+    for ours, expected in zip(found, (query, key, value), strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(found[2], qkv[:, 2 * heads :])
+    alone = rope.plan(positions[4:5], frequencies, dtype) if rotary_dim else None
+    for ours, one in zip(found, rope.turn(qkv[4:5], norms, alone), strict=True):
+        assert torch.equal(ours[4:5], one)
+
+
 def check_batches(
     rope: Any, attention: Any, shape: AttentionShape, rotary_dim: int, device: str = "cpu"
 ) -> None:

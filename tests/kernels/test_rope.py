@@ -6,7 +6,7 @@ import torch
 from megatron_hybrid.kernels.paged_attention import reference as attention
 from megatron_hybrid.kernels.rope import reference
 from tests.kernels.attention_cases import attention_shape
-from tests.kernels.rope_cases import check_prepare, rotated
+from tests.kernels.rope_cases import check_prepare, check_turn, rotated
 
 
 @pytest.mark.parametrize("rotary_dim", [4, 10, 16])
@@ -35,6 +35,14 @@ def test_scores_depend_on_the_distance_alone() -> None:
         return float((reference.rotate(query, plans[0]) * reference.rotate(key, plans[1])).sum())
 
     assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 4, 8])
+@pytest.mark.parametrize("norm_dtype", [None, torch.float32])
+def test_what_a_layer_without_a_cache_takes(
+    norm_dtype: torch.dtype | None, rotary_dim: int
+) -> None:
+    check_turn(reference, 3, 8, rotary_dim, norm_dtype)
 
 
 @pytest.mark.parametrize("rotary_dim", [0, 4, 8])

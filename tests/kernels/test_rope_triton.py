@@ -25,6 +25,7 @@ from tests.kernels.rope_cases import (  # noqa: E402
     LENGTHS,
     check_batches,
     check_prepare,
+    check_turn,
     projected,
 )
 
@@ -42,6 +43,16 @@ def test_norms_and_rotations(
 ) -> None:
     shape = attention_shape(head_dim=16)
     check_prepare(rope, TritonAttention(), shape, rotary_dim, norm_dtype, queries=queries)
+
+
+@pytest.mark.parametrize(("rotary_dim", "norm_dtype"), [(0, None), (0, F32), (6, None), (16, F32)])
+def test_what_a_layer_without_a_cache_takes(
+    norm_dtype: torch.dtype | None, rotary_dim: int
+) -> None:
+    """Programs with some heads past the last one, too."""
+    for heads, dim in ((3, 16), (5, 700)):
+        check_turn(rope, heads, dim, rotary_dim, norm_dtype)
+    check_turn(rope, 3, 16, rotary_dim, norm_dtype, dtype=BF16, tolerance=0.1)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 3, 24), (5, 1, 256), (3, 3, 1100)])
