@@ -40,8 +40,9 @@ class Shape:
 NEMOTRON, GRANITE = Shape(128, 64, 8, 128), Shape(48, 64, 1, 128)
 SMALL, LARGE = Shape(4, 16, 2, 16), Shape(4, 128, 2, 256)
 FALCON, NARROW = Shape(24, 64, 1, 256), Shape(4, 32, 2, 256)
+LIGHTNING = Shape(16, 128, 16, 128)  # Ring-mini-linear-2.0's lightning attention
 SHAPES = pytest.mark.parametrize(
-    "shape", [NEMOTRON, GRANITE, SMALL, LARGE, FALCON, NARROW], ids=str
+    "shape", [NEMOTRON, GRANITE, SMALL, LARGE, FALCON, NARROW, LIGHTNING], ids=str
 )
 # inputs, state, tolerance relative to the largest value
 PRECISIONS = pytest.mark.parametrize(

@@ -293,3 +293,33 @@ def test_strides_that_the_kernels_do_not_take_are_refused() -> None:
     data.x = data.x.transpose(1, 2).contiguous().transpose(1, 2)
     with pytest.raises(ValueError, match="x has strides"):
         run(data, packed(Segment(0, 4, 0, 1)), state)
+
+
+def test_steps_of_one_without_a_skip_are_lightning_attention() -> None:
+    """As the layer calls it: step sizes are one row of zeros, for all tokens, clamped to 1."""
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 41, HEADS, SIZE, generator=g)
+    v, initial = torch.randn(41, HEADS, HEAD_DIM, generator=g), torch.randn(SHAPE, generator=g)
+    slopes, nothing = torch.tensor([0.03, 0.7]), torch.zeros(HEADS)
+    constants = Mamba2Constants(-slopes, nothing, nothing, (1.0, 1.0))
+    s, outputs, states = initial.double(), [], []
+    for t in range(41):
+        s = torch.exp(-slopes.double())[:, None, None] * s + v[t, :, :, None] * k[t, :, None, :]
+        outputs.append((s * q[t, :, None]).sum(-1))
+        states.append(s)
+
+    def tokens(rows: slice) -> Mamba2Tokens:
+        steps = torch.zeros(1, HEADS).expand(len(v[rows]), -1)
+        return Mamba2Tokens(v[rows], k[rows], q[rows], steps)
+
+    for kernel in (scan, reference):
+        state = poisoned(4)
+        state[1] = initial
+        plan = kernel.plan(packed(Segment(5, 40, 1, 2)), CHUNK)
+        y = kernel.prefill(tokens(slice(40)), constants, state, plan)
+        close(y, torch.stack(outputs[:40]))
+        close(state[2], states[39])
+        slots = DecodeSlots(torch.tensor([2]), torch.tensor([3]))
+        plan = slots if kernel is scan else plan_decode(slots)
+        close(kernel.decode(tokens(slice(40, 41)), constants, state, plan), outputs[40][None])
+        close(state[3], states[40])
