@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tests.tiny_families import TINY
 
 FAMILIES = tuple(TINY)
+IN_TRANSFORMERS = tuple(name for name, tiny in TINY.items() if tiny.source is transformers)
 ATTENTION_ONLY = ("llama", "qwen3")
 
 _COMMON: dict[str, Any] = {
@@ -58,11 +60,11 @@ def make_tiny_model(
     model.eval()
     model.save_pretrained(folder)
     if family == "olmo_hybrid":
-        _split_convolutions(Path(folder) / "model.safetensors")
+        split_convolutions(Path(folder) / "model.safetensors")
     return model
 
 
-def _split_convolutions(path: Path) -> None:
+def split_convolutions(path: Path) -> None:
     """As the released checkpoints have them: transformers 5.24 writes a convolution of q, k and v
     in three equal parts, whatever their sizes are."""
     weights = load_file(path)

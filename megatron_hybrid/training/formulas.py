@@ -242,7 +242,13 @@ def gated_delta_rule(
 ) -> Tensor:
     """[T, v_heads, v_dim], token by token."""
     k_dim, repeats = tokens.k.shape[2], tokens.v.shape[1] // tokens.k.shape[1]
-    decay = (constants.A * F.softplus(tokens.a.float() + constants.dt_bias)).exp()
+    rate, bias, a = constants.A[:, None], constants.dt_bias, tokens.a.float()
+    if a.ndim == 2:  # one for all channels of the keys
+        a, bias = a[..., None], bias[:, None]
+    if constants.lower_bound is None:
+        decay = (rate * F.softplus(a + bias)).exp()
+    else:
+        decay = (constants.lower_bound * torch.sigmoid(-rate * (a + bias))).exp()
     q, k = (
         _of_length_one(values.float()).repeat_interleave(repeats, dim=1)
         for values in (tokens.q, tokens.k)
