@@ -64,10 +64,11 @@ class BailingLinear(LatentFamily):
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
         raw.refuse_unless("hidden_act", "silu")
-        for name in ("use_bias", "use_qkv_bias", "norm_head", "norm_softmax"):
+        for name in ("use_bias", "use_qkv_bias", "norm_head", "norm_softmax", "use_sliding_window"):
             raw.refuse_unless(name, False)
         for name in ("use_rmsnorm", "linear_rope"):
             raw.refuse_unless(name, True)
+        raw.refuse_unless("num_kv_heads_for_linear_attn", raw.whole("num_attention_heads"))
         attention = raw.attention(bias=False, qk_norm=raw.flag("use_qk_norm"))
         rope = raw.rope(attention.head_dim, theta=6e5)
         others: dict[str, LayerConfig] = {}
@@ -91,7 +92,6 @@ class BailingLinear(LatentFamily):
 
     def _latent(self, raw: RawConfig) -> LatentAttentionConfig:
         """All of the dimensions that are for positions are rotated, of whatever part others are."""
-        raw.refuse_unless("num_kv_heads_for_linear_attn", raw.whole("num_attention_heads"))
         turned = raw.whole("qk_rope_head_dim")
         rope = replace(raw.rope(turned, theta=6e5), rotary_dim=turned)
         if rope.kind != "default":

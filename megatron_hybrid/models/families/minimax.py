@@ -45,6 +45,7 @@ class MiniMax(TwoBlockFamily):
     def config(self, raw: RawConfig) -> HybridModelConfig:
         raw.refuse_unless("hidden_act", "silu")
         raw.refuse_unless("sliding_window")
+        raw.refuse_unless("attention_bias", False)
         raw.refuse_unless("postnorm", True)
         raw.refuse_unless("shared_intermediate_size", 0)
         if raw.model_type != "minimax" and raw.get("postnorm") is None:

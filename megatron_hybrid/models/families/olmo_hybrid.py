@@ -35,6 +35,8 @@ class OlmoHybrid(TwoBlockFamily):
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
         raw.refuse_unless("hidden_act", "silu")
+        raw.refuse_unless("sliding_window")
+        raw.refuse_unless("linear_use_gate", True)  # of configurations before the release
         letters = self._letters(raw)
         attention = raw.attention(qk_norm=True)
         attention = replace(
