@@ -102,6 +102,22 @@ def test_gated_delta_rule(
 
 @SEEDS
 @DTYPES
+@pytest.mark.parametrize(("heads", "dim", "bound"), [(4, 128, None), (3, 64, -5.0), (2, 96, None)])
+def test_kimi_delta_attention(
+    heads: int, dim: int, bound: float | None, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    constants = DeltaRuleConstants(-rand(heads) * 4, randn(heads, dim), lower_bound=bound)
+    head = (heads, dim)
+    shapes: list[tuple[int, ...]] = [head, head, head, head, (heads,)]
+    replay, chunk = TRITON_REPLAYS.gated_delta_rule, TRITON_REPLAYS.chunk
+    state = (heads, dim, dim)
+    kind = scan_kind(replay, DeltaRuleTokens, shapes, constants, state, [1, 2, 3, 4], chunk, dtype)
+    Session(kind, LENGTHS, seed).check()
+
+
+@SEEDS
+@DTYPES
 @pytest.mark.parametrize(("channels", "size"), [(512, 16), (64, 8)])
 def test_mamba1(channels: int, size: int, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)

@@ -50,6 +50,7 @@ from megatron_hybrid.kernels.gated_delta_rule.triton_keys import (
 from megatron_hybrid.kernels.gated_delta_rule.triton_prepare import invert_kernel, prepare_kernel
 from megatron_hybrid.kernels.gated_delta_rule.triton_prepare_channels import (
     prepare_channels_kernel,
+    prepare_left_kernel,
 )
 from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens
@@ -61,6 +62,8 @@ __all__ = ["decode", "decode_runs", "plan", "prefill"]
 _INDICES = (
     "cu_seqlens_ptr start_ptr read_ptr write_ptr cu_checkpoints_ptr position_ptr slot_ptr"
 ).split()
+_MOST_PROGRAMS = 1024  # of what there is rarely any of
+
 _kernel = launched(do_not_specialize=["tokens"], do_not_specialize_on_alignment=_INDICES)
 
 
@@ -100,12 +103,12 @@ def prefill(
     count, heads, v_dim = v.shape
     k_heads, k_dim = k.shape[1:]
     keys = check_dims(k_dim, v_dim)
+    gate = Gate.of(tokens, constants)
     s, chunk = plan
-    t = tiling or _tiling(v, s.longest)
+    t = tiling or _tiling(v, s.longest, gate.by_channel)
     tile = min(t.tile, chunk)
     split = v.dtype != torch.float32
     chunks = s.cu_chunk_seqlens[chunk]
-    gate = Gate.of(tokens, constants)
     shape = {"TILE": tile, "CHUNK": chunk, "SPLIT": split}
     sizes = {"K_DIM": k_dim, "KEYS": keys}
     prepare = _prepare_channels if gate.by_channel else _prepare
@@ -172,18 +175,24 @@ def _prepare_channels(
     decays = q.new_empty(tiles, heads, k_dim, dtype=torch.float32)
     scaled = q.new_empty(3, count, heads, k_dim)
     if tiles:
-        prepare_channels_kernel[(heads, tiles)](
-            q, k, a, b, constants.A, constants.dt_bias, r, weights, beta, decays, scaled, chunks,
-            count, *row_strides(q, k, a, b), k_dim**-0.5,
-            HEADS=heads, **head, **shape, num_warps=8 if split else 4,
-        )  # fmt: skip
+        left = q.new_zeros(1 + tiles * heads, dtype=torch.int32)
+        programs = min(tiles * heads, _MOST_PROGRAMS)
+        for kernel, grid in (
+            (prepare_channels_kernel, (heads, tiles)),
+            (prepare_left_kernel, (programs,)),
+        ):
+            kernel[grid](
+                q, k, a, b, constants.A, constants.dt_bias, r, weights, beta, decays, scaled,
+                left, chunks, count, *row_strides(q, k, a, b), k_dim**-0.5,
+                HEADS=heads, **head, **shape, num_warps=4,
+            )  # fmt: skip
         invert_kernel[(heads, tiles)](
             r, beta, chunks, count, **shape, BETA_ROW=1, num_warps=2 if split else 4
         )  # fmt: skip
     return _Prepared(scaled[0], scaled[1], scaled[2], r, weights, beta, decays)
 
 
-def _tiling(v: Tensor, longest: int) -> Tiling:
+def _tiling(v: Tensor, longest: int, by_channel: bool) -> Tiling:
     """The fastest of those tried on an H200; stages and warps change no bits."""
     v_dim = v.shape[2]
     if v.dtype == torch.float32:  # no tensor cores: what fits into registers
@@ -192,6 +201,8 @@ def _tiling(v: Tensor, longest: int) -> Tiling:
     # soon as it has issued them. A short sequence has few tiles: there other programs on the same
     # processor hide it, for which memory is left.
     stages = 3 if longest > 128 else 1
+    if by_channel:
+        return Tiling(32, rows_of(v_dim, 64), walk_warps=4, walk_stages=stages)
     return Tiling(64, rows_of(v_dim, 64), walk_warps=4, walk_stages=stages)
 
 
@@ -245,8 +256,8 @@ def _walk_kernel(
     weights_ptr += row * TILE
     if BY_CHANNEL:
         added_ptr += first_token * k_row + at_key
-        before = tiles_before(cu_seqlens_ptr, start_ptr, sequence, TILE, CHUNK)
-        decays_ptr += (tl.cast(before, tl.int64) * HEADS + head) * K_DIM
+        earlier = tiles_before(cu_seqlens_ptr, start_ptr, sequence, TILE, CHUNK)
+        decays_ptr += (tl.cast(earlier, tl.int64) * HEADS + head) * K_DIM
         left_out = tl.where(cut > 0, CHUNK // TILE - cut_tiles, 0)  # tiles of the first chunk
     else:
         factors_ptr += row * 4

@@ -163,7 +163,7 @@ def invert_kernel(
 
 
 @triton.jit
-def _halves(x):
+def halves(x):
     """A float32 as the sum of a large and a small bfloat16. The large one is rounded in integers:
     conversions there and back would go through a slow unit."""
     bits = x.to(tl.int32, bitcast=True)
@@ -174,7 +174,7 @@ def _halves(x):
 @triton.jit
 def _split(x, SPLIT: tl.constexpr):
     if SPLIT:
-        large, small = _halves(x)
+        large, small = halves(x)
     else:
         large, small = x, x
     return large, small
@@ -233,7 +233,7 @@ def _product(x, y, SPLIT: tl.constexpr):
 def store_r(at, r, valid, TILE: tl.constexpr, SPLIT: tl.constexpr):
     """R in float32: both halves, or as it is."""
     if SPLIT:
-        large, small = _halves(r)
+        large, small = halves(r)
         tl.store(at, large, valid)
         tl.store(at + TILE, small, valid)
     else:

@@ -17,12 +17,16 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.devices import aligned, checked_output, row_strides
-from megatron_hybrid.kernels.gated_delta_rule.triton_gates import Gate
+from megatron_hybrid.kernels.gated_delta_rule.triton_gates import Gate, load_decay, store_decay
 from megatron_hybrid.kernels.gated_delta_rule.triton_keys import (
     check_dims,
     load_keys,
     of_keys,
     store_keys,
+)
+from megatron_hybrid.kernels.gated_delta_rule.triton_replay_channels import (
+    keep_decays,
+    load_scaled,
 )
 from megatron_hybrid.kernels.gated_delta_rule.triton_replay_prepare import (
     chunks_of,
@@ -77,21 +81,25 @@ def run(
     r_row = TILE * (1 + split)
     r = torch.empty(tiles, heads, TILE, r_row, dtype=v.dtype, device=v.device)
     weights = torch.empty(tiles, heads, TILE, TILE, dtype=v.dtype, device=v.device)
-    factors = torch.empty(tiles, heads, TILE, 4, dtype=torch.float32, device=v.device)
-    decays = torch.empty(tiles, heads, dtype=torch.float32, device=v.device)
+    gate = Gate.of(tokens, constants)
+    if gate.by_channel:  # the scaled matrices are in the factors' place
+        factors = torch.empty(tiles, heads, 3, TILE, k_dim, dtype=v.dtype, device=v.device)
+    else:
+        factors = torch.empty(tiles, heads, TILE, 4, dtype=torch.float32, device=v.device)
+    a_head = k_dim if gate.by_channel else 1  # decays of a token
+    decays = torch.empty(tiles, heads, a_head, dtype=torch.float32, device=v.device)
     # Heads of a program; of few each has one, so that it takes less time.
     few = plan.is_single and tiles * heads <= _FEW_PROGRAMS
     together = 2 if split and group % 2 == 0 and not few else 1
     ring_k, ring_v, ring_a, ring_b = ring
     sizes = {
         "HEADS": heads, "K_HEADS": k_heads, "RING": ring_k.shape[1], "K_DIM": k_dim,
-        "KEYS": check_dims(k_dim, v_dim), "TILE": TILE, "SPLIT": split,
+        "KEYS": check_dims(k_dim, v_dim), "TILE": TILE, "SPLIT": split, "GATE": gate,
     }  # fmt: skip
     prepare_replay_kernel[(heads // together, tiles)](
         q, k, a, b, constants.A, constants.dt_bias, ring_k, ring_a, ring_b,
         r, weights, factors, decays, *plan.figures, sequences, plan.is_prompt,
-        *row_strides(q, k, a, b), k_dim**-0.5, **sizes, TOGETHER=together,
-        GATE=Gate.of(tokens, constants), num_warps=1, **OPTIONS,
+        *row_strides(q, k, a, b), k_dim**-0.5, **sizes, TOGETHER=together, num_warps=1, **OPTIONS,
     )  # fmt: skip
     block_v, num_warps, num_stages = tiling or tiling_of(v_dim, v.dtype, plan.is_single)
     arguments = (
@@ -119,9 +127,8 @@ def _walk_kernel(
     position_ptr, slot_ptr, tokens, sequences, is_prompt,
     q_row, k_row, v_row, a_row, b_row, y_row, state_slot,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr, K_DIM: tl.constexpr,
-    KEYS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, V_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
+    KEYS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, GATE: tl.constexpr,
+    V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -157,8 +164,8 @@ def _walk_kernel(
     of_tile = (tl.cast(index - first // TILE, tl.int64)) * HEADS + head
     r_ptr += of_tile * (TILE * R_ROW)
     weights_ptr += of_tile * (TILE * TILE)
-    factors_ptr += of_tile * (TILE * 4)
-    decays_ptr += of_tile
+    factors_ptr += of_tile * (TILE * (3 * K_DIM if GATE.by_channel else 4))
+    decays_ptr += of_tile * (K_DIM if GATE.by_channel else 1)
     places = tl.arange(0, TILE)
     eye = tl.where(places[:, None] == places[None, :], 1.0, 0.0).to(q_ptr.dtype.element_ty)
 
@@ -166,14 +173,14 @@ def _walk_kernel(
     t0 = first // TILE
     completes = (first < start) & ((t0 + 1) * TILE <= last)
     if completes:
-        k, v, y, added, decay = _tile(
+        k, v, y, d, added, decay = _tile(
             s.to(q_ptr.dtype.element_ty), q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, r_ptr,
             weights_ptr, factors_ptr,
             decays_ptr, eye, t0, first, start, end, p, n, q_row, k_row, v_row,
-            HEADS, K_HEADS, RING, K_DIM, KEYS, V_DIM, TILE, SPLIT, True,
+            HEADS, K_HEADS, RING, K_DIM, KEYS, V_DIM, TILE, SPLIT, GATE.by_channel, True,
         )  # fmt: skip
         _store(y_ptr, y, t0, start, end, p, y_row, TILE)
-        s = tl.dot(added, k, s * decay, input_precision="ieee")
+        s = tl.dot(d, added, s * decay, input_precision="ieee")
     done = t0 + tl.where(completes, 1, 0)
     first_checkpoint = tl.load(cu_checkpoints_ptr + sequence).to(tl.int32)
     checkpoints = tl.load(cu_checkpoints_ptr + sequence + 1).to(tl.int32)
@@ -191,23 +198,23 @@ def _walk_kernel(
             )  # fmt: skip
         from_tile = tl.maximum(begin_at // TILE, done)
         for t in tl.range(from_tile, position // TILE, num_stages=STAGES, disable_licm=True):
-            k, v, y, added, decay = _tile(
+            k, v, y, d, added, decay = _tile(
                 s.to(q_ptr.dtype.element_ty), q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, r_ptr,
                 weights_ptr, factors_ptr,
                 decays_ptr, eye, t, first, start, end, p, n, q_row, k_row, v_row,
-                HEADS, K_HEADS, RING, K_DIM, KEYS, V_DIM, TILE, SPLIT, False,
+                HEADS, K_HEADS, RING, K_DIM, KEYS, V_DIM, TILE, SPLIT, GATE.by_channel, False,
             )  # fmt: skip
             _store(y_ptr, y, t, start, end, p, y_row, TILE)
-            s = tl.dot(added, k, s * decay, input_precision="ieee")
+            s = tl.dot(d, added, s * decay, input_precision="ieee")
         if slot > 0:
             s_ptrs = state_ptr + slot * state_slot + in_state
             store_keys(s_ptrs, s.to(state_ptr.dtype.element_ty), n[None, :], K_DIM, KEYS)
     for t in range(last // TILE, tl.cdiv(end, TILE)):
-        k, v, y, added, decay = _tile(
+        k, v, y, d, added, decay = _tile(
             s.to(q_ptr.dtype.element_ty), q_ptr, k_ptr, v_ptr, ring_k_ptr, ring_v_ptr, r_ptr,
             weights_ptr, factors_ptr,
             decays_ptr, eye, t, first, start, end, p, n, q_row, k_row, v_row,
-            HEADS, K_HEADS, RING, K_DIM, KEYS, V_DIM, TILE, SPLIT, True,
+            HEADS, K_HEADS, RING, K_DIM, KEYS, V_DIM, TILE, SPLIT, GATE.by_channel, True,
         )  # fmt: skip
         _store(y_ptr, y, t, start, end, p, y_row, TILE)
         if is_prompt == 0:
@@ -219,15 +226,17 @@ def _walk_kernel(
             if tl.program_id(0) == 0:
                 row = origin + at
                 for_ring = (ring + place) * HEADS + head
-                a = tl.load(a_ptr + row * a_row + head, is_own, 0.0)
                 b = tl.load(b_ptr + row * b_row + head, is_own, 0.0)
-                tl.store(ring_a_ptr + for_ring, a, mask=is_own)
+                keep_decays(
+                    a_ptr, a_row, ring_a_ptr, row, ring + place, is_own, head, n,
+                    HEADS, K_DIM, KEYS, GATE.by_channel,
+                )  # fmt: skip
                 tl.store(ring_b_ptr + for_ring, b, mask=is_own)
                 if head % (HEADS // K_HEADS) == 0:
                     to_k = ring_k_ptr + (place * (K_HEADS * K_DIM))[:, None] + n[None, :]
                     tl.store(to_k, k, mask=of_keys(is_own[:, None], n[None, :], K_DIM, KEYS))
         if (t + 1) * TILE < end:
-            s = tl.dot(added, k, s * decay, input_precision="ieee")
+            s = tl.dot(d, added, s * decay, input_precision="ieee")
 
 
 @_kernel
@@ -238,8 +247,8 @@ def _decode_kernel(
     position_ptr, slot_ptr, tokens, sequences, is_prompt,
     q_row, k_row, v_row, a_row, b_row, y_row, state_slot,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr, K_DIM: tl.constexpr,
-    KEYS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, V_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    KEYS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, GATE: tl.constexpr,
+    V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Of sequences of one token, or none, all of whose chunk is in the ring. states: a tensor
     descriptor, of all rows of all states."""
@@ -287,9 +296,11 @@ def _decode_kernel(
     eye = tl.where(places[:, None] == places[None, :], 1.0, 0.0).to(q_ptr.dtype.element_ty)
     # Each has one chunk, so that the sequence's number is its chunk's.
     of_tile = tl.cast(sequence - t, tl.int64) * HEADS + head
-    y, added, decay = _chunk(
+    factors_ptr += of_tile * (TILE * (3 * K_DIM if GATE.by_channel else 4))
+    decays_ptr += of_tile * (K_DIM if GATE.by_channel else 1)
+    y, d, added, decay = _chunk(
         before, q, k, v, r_ptr + of_tile * (TILE * R_ROW), weights_ptr + of_tile * (TILE * TILE),
-        factors_ptr + of_tile * (TILE * 4), decays_ptr + of_tile, eye, t, HEADS, TILE, SPLIT,
+        factors_ptr, decays_ptr, eye, t, n, HEADS, K_DIM, KEYS, TILE, SPLIT, GATE.by_channel,
     )  # fmt: skip
     _store(y_ptr + origin * y_row + head * V_DIM, y, t, start, end, p, y_row, TILE)
     is_complete = last > first
@@ -299,9 +310,11 @@ def _decode_kernel(
         tl.store(to_v, v, mask=is_own[:, None])
         if tl.program_id(0) == 0:
             row = tl.cast(begin, tl.int64)
-            here = (ring + start % RING) * HEADS + head
-            tl.store(ring_a_ptr + here, tl.load(a_ptr + row * a_row + head))
-            tl.store(ring_b_ptr + here, tl.load(b_ptr + row * b_row + head))
+            here = (ring + start % RING) * HEADS
+            tl.store(ring_b_ptr + here + head, tl.load(b_ptr + row * b_row + head))
+            to_a = ring_a_ptr + here * (K_DIM if GATE.by_channel else 1)
+            a = load_decay(a_ptr + row * a_row, head, n, K_DIM, KEYS, GATE)
+            store_decay(to_a, a, head, n, K_DIM, KEYS, GATE)
             if head % (HEADS // K_HEADS) == 0:
                 to_k = ring_k_ptr + (place * (K_HEADS * K_DIM))[:, None] + key_head * K_DIM
                 has_own = of_keys(is_own[:, None], n[None, :], K_DIM, KEYS)
@@ -310,7 +323,7 @@ def _decode_kernel(
         # Loaded once more: kept, it would take the registers of other programs.
         s = tl.where(is_read, states.load([first_row, 0]).to(tl.float32), 0.0)
         if is_complete:
-            s = tl.dot(added, k, s * decay, input_precision="ieee")
+            s = tl.dot(d, added, s * decay, input_precision="ieee")
         values = s.to(state_ptr.dtype.element_ty)
         if write > 0:
             s_ptrs = state_ptr + write * state_slot + in_state
@@ -326,7 +339,7 @@ def _tile(
     decays_ptr, eye, t, first, start, end, p, n, q_row, k_row, v_row,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, RING: tl.constexpr, K_DIM: tl.constexpr,
     KEYS: tl.constexpr, V_DIM: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
-    REPLAYS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, REPLAYS: tl.constexpr,
 ):  # fmt: skip
     """_chunk of what the call and, where it REPLAYS, the ring have of a chunk; and k [TILE, n] and
     v [TILE, p] as they came."""
@@ -340,10 +353,11 @@ def _tile(
         )  # fmt: skip
         k = tl.where(own[:, None], k, old_k)
         v = tl.where(own[:, None], v, old_v)
-    y, added, decay = _chunk(
-        before, q, k, v, r_ptr, weights_ptr, factors_ptr, decays_ptr, eye, t, HEADS, TILE, SPLIT
-    )
-    return k, v, y, added, decay
+    y, d, added, decay = _chunk(
+        before, q, k, v, r_ptr, weights_ptr, factors_ptr, decays_ptr, eye, t, n,
+        HEADS, K_DIM, KEYS, TILE, SPLIT, BY_CHANNEL,
+    )  # fmt: skip
+    return k, v, y, d, added, decay
 
 
 @triton.jit
@@ -379,32 +393,39 @@ def _replayed(
 
 @triton.jit
 def _chunk(
-    before, q, k, v, r_ptr, weights_ptr, factors_ptr, decays_ptr, eye, t,
-    HEADS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    before, q, k, v, r_ptr, weights_ptr, factors_ptr, decays_ptr, eye, t, n,
+    HEADS: tl.constexpr, K_DIM: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
+    SPLIT: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """A chunk's tokens from the state at its beginning, rounded to the type of q: y^T [p, TILE]
-    float32; and what they do to the state: what k is multiplied with [p, TILE], and its factor."""
+    float32; and what they do to the state: it is multiplied by a decay, and d [p, TILE] times added
+    [TILE, n] goes in."""
     R_ROW: tl.constexpr = TILE * 2 if SPLIT else TILE
     places = tl.arange(0, TILE)
     here = tl.cast(t, tl.int64) * HEADS
     in_r = tl.arange(0, R_ROW)
     r = tl.load(r_ptr + here * (TILE * R_ROW) + places[:, None] * R_ROW + in_r[None, :])
     weights = tl.load(weights_ptr + here * (TILE * TILE) + places[:, None] * TILE + places[None, :])
-    of_token = factors_ptr + here * (TILE * 4) + places * 4
-    q_factor = tl.load(of_token)
-    k_factor = tl.load(of_token + 1)
-    add_factor = tl.load(of_token + 2)
-    decay = tl.load(decays_ptr + here)
+    if BY_CHANNEL:
+        q_factor, k_factor, add_factor = 1.0, 1.0, 1.0
+        q, k, added, decay = load_scaled(factors_ptr, decays_ptr, here, n, K_DIM, KEYS, TILE)
+    else:
+        of_token = factors_ptr + here * (TILE * 4) + (places * 4)[None, :]
+        q_factor = tl.load(of_token)
+        k_factor = tl.load(of_token + 1)
+        add_factor = tl.load(of_token + 2)
+        added = k
+        decay = tl.load(decays_ptr + here)
 
     x = tl.dot(before, tl.trans(k), input_precision="ieee")
     # v^T comes from a product with I: it needs no other layout then, and no registers.
-    x = tl.dot(tl.trans(v), eye, x * -k_factor[None, :], input_precision="ieee").to(k.dtype)
+    x = tl.dot(tl.trans(v), eye, x * -k_factor, input_precision="ieee").to(k.dtype)
     if SPLIT:  # times both halves, which lie side by side
         x = tl.reshape(tl.permute(tl.join(x, x), (0, 2, 1)), [x.shape[0], R_ROW])
     d = tl.dot(x, tl.trans(r), input_precision="ieee")
-    y = tl.dot(before, tl.trans(q), input_precision="ieee") * q_factor[None, :]
+    y = tl.dot(before, tl.trans(q), input_precision="ieee") * q_factor
     y = tl.dot(d.to(k.dtype), tl.trans(weights), y, input_precision="ieee")
-    return y, (d * add_factor[None, :]).to(k.dtype), decay
+    return y, (d * add_factor).to(k.dtype), added, decay
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from megatron_hybrid.kernels.gated_delta_rule.triton_decode import EPS
 from megatron_hybrid.kernels.gated_delta_rule.triton_gates import gates_at
 from megatron_hybrid.kernels.gated_delta_rule.triton_keys import of_keys
 from megatron_hybrid.kernels.gated_delta_rule.triton_prepare import inverse, store_r
+from megatron_hybrid.kernels.gated_delta_rule.triton_replay_channels import prepare_chunk
 from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.replay_triton.segments import POINTERS, of_sequence
 
@@ -84,6 +85,13 @@ def prepare_replay_kernel(
     q = tl.load(q_ptr + row[:, None] * q_row + at_key + n[None, :], has_own, 0.0)
     own_k = tl.load(k_ptr + row[:, None] * k_row + at_key + n[None, :], has_own, 0.0)
     k = tl.where(own[:, None], own_k, old_k)
+    if GATE.by_channel:
+        prepare_chunk(
+            q, k, a_ptr, b_ptr, decay_ptr, bias_ptr, ring_a_ptr, ring_b_ptr, r_ptr, weights_ptr,
+            factors_ptr, decays_ptr, own, old, row, in_ring, a_row, b_row, scale, head,
+            tl.cast(index, tl.int64) * HEADS + head, n, HEADS, K_DIM, KEYS, TILE, SPLIT, GATE,
+        )  # fmt: skip
+        return
     qk = tl.dot(q, tl.trans(k), input_precision="ieee")
     kk = tl.dot(k, tl.trans(k), input_precision="ieee")
     q32 = q.to(tl.float32)
