@@ -27,6 +27,7 @@ from megatron_hybrid.kernels.experts.protocol import Experts
 from megatron_hybrid.kernels.gated_delta_rule import reference as gated_delta_rule
 from megatron_hybrid.kernels.latent_attention import by_key_tiles as latents_by_key_tiles
 from megatron_hybrid.kernels.latent_attention import reference as latent_attention
+from megatron_hybrid.kernels.latent_attention.protocol import LatentAttention
 from megatron_hybrid.kernels.linear import reference as linear
 from megatron_hybrid.kernels.linear import whole_tiles as linear_by_tiles
 from megatron_hybrid.kernels.lora import reference as lora
@@ -58,7 +59,7 @@ class KernelSet:
 
     name: str
     attention: kinds.Attention
-    latent_attention: kinds.LatentAttention
+    latent_attention: LatentAttention
     plan_decode: Callable[[DecodeSlots], kinds.Plan]  # of all recurrent kernels' `decode`
     # (runs, ring length): of scans' `decode_runs`
     plan_runs: Callable[[DecodeRuns, int], kinds.Plan]

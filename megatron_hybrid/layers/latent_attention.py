@@ -10,13 +10,8 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache
 from megatron_hybrid.kernels.kernel_set import KernelSet
-from megatron_hybrid.kernels.protocols import (
-    Inputs,
-    LatentNorm,
-    LatentWeights,
-    PagedKernel,
-    Reader,
-)
+from megatron_hybrid.kernels.latent_attention.protocol import LatentNorm, LatentWeights
+from megatron_hybrid.kernels.protocols import Inputs, PagedKernel, Reader
 from megatron_hybrid.layers.cached_attention import CachedAttention
 from megatron_hybrid.layers.inputs import KVSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
@@ -185,7 +180,7 @@ class LatentAttention(CachedAttention):
         self._prepare(latent.new_empty((len(latent), 0, self.config.query_dim)), latent, plans)
 
     def _prepare(self, query: Tensor, latent: Tensor, plans: KernelPlans) -> tuple[Tensor, KVCache]:
-        """What attention reads then: see kernels.protocols.LatentAttention."""
+        """What attention reads then: see kernels.latent_attention.protocol."""
         norm = LatentNorm(self.kv_a_layernorm.weight, self.kv_a_layernorm.eps)
         key = plans.caches.kv[self.layer].key
         cache = KVCache(key, key[..., : self.config.kv_lora_rank], self.k_scale, self.v_scale)

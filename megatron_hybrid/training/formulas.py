@@ -15,12 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights, Router
+from megatron_hybrid.kernels.latent_attention.protocol import LatentNorm, LatentWeights
 from megatron_hybrid.kernels.protocols import (
     DeltaRuleConstants,
     DeltaRuleTokens,
     HeadNorms,
-    LatentNorm,
-    LatentWeights,
     Mamba1Constants,
     Mamba1Tokens,
     Mamba2Constants,

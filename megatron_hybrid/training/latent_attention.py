@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import FP8, AttentionShape, KVCache, PagedSequences
-from megatron_hybrid.kernels.protocols import LatentNorm, LatentWeights, Plan
+from megatron_hybrid.kernels.latent_attention.protocol import LatentNorm, LatentWeights
+from megatron_hybrid.kernels.protocols import Plan
 from megatron_hybrid.training import formulas
 from megatron_hybrid.training.formulas import Sequences
 from megatron_hybrid.training.nodes import Over, recomputed

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedSequences
-from megatron_hybrid.kernels.protocols import LatentNorm, LatentWeights
+from megatron_hybrid.kernels.latent_attention.protocol import LatentNorm, LatentWeights
 from tests.kernels.attention_cases import (
     FP8,
     Lengths,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import KVCache
+from megatron_hybrid.kernels.latent_attention.protocol import LatentWeights
 from megatron_hybrid.kernels.latent_attention.reference import prepare
 from megatron_hybrid.kernels.linear.whole_tiles import linear
 from megatron_hybrid.kernels.paged_attention import by_key_tiles
@@ -15,7 +16,6 @@ from megatron_hybrid.kernels.paged_attention.by_key_tiles import (
     most_captured,
     plan,
 )
-from megatron_hybrid.kernels.protocols import LatentWeights
 
 __all__ = ["attend", "most_captured", "plan", "prepare"]
 

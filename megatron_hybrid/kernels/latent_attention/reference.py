@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import KVCache
+from megatron_hybrid.kernels.latent_attention.protocol import LatentNorm, LatentWeights
 from megatron_hybrid.kernels.norm.reference import rms_norm
 from megatron_hybrid.kernels.paged_attention import reference
 from megatron_hybrid.kernels.paged_attention.reference import AttentionPlan, most_captured, plan
-from megatron_hybrid.kernels.protocols import LatentNorm, LatentWeights, Plan
+from megatron_hybrid.kernels.protocols import Plan
 
 __all__ = ["attend", "most_captured", "plan", "prepare"]
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedSequences
 from megatron_hybrid.kernels.dependent_launch import OPTIONS
 from megatron_hybrid.kernels.devices import processors, stages_that_fit
+from megatron_hybrid.kernels.latent_attention.protocol import LatentNorm, LatentWeights
 from megatron_hybrid.kernels.latent_attention.triton_prepare import by_head, store_latents
 from megatron_hybrid.kernels.latent_attention.triton_split_kernels import (
     decode_kernel,
@@ -38,7 +39,6 @@ from megatron_hybrid.kernels.paged_attention.triton_by_split import (
     Tile,
 )
 from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E
-from megatron_hybrid.kernels.protocols import LatentNorm, LatentWeights
 
 _LEAST_SPLIT = 128  # keys: fewer are read as fast as a split's results are written and read
 _ITEMS = 4  # splits that a multiprocessor is to have
@@ -51,24 +51,24 @@ def tile_of_keys(shape: AttentionShape) -> int:
 
 
 def prompt_tile(shape: AttentionShape, folds: bool, device: torch.device) -> Tile:
-    """By default."""
+    """By default. 64 rows are the least of Hopper's wider products, whose queries lie in shared
+    memory beside the tiles of keys."""
     if shape.dtype == torch.float32:
         return Tile(16, 8, 2)
-    return Tile(32 if folds else 64, 8, _stages(shape, device))
+    row, keys = shape.head_dim * shape.dtype.itemsize, tile_of_keys(shape)
+    tile_bytes = keys * shape.head_dim * shape.kv_dtype.itemsize
+    stages = stages_that_fit(3, tile_bytes + 64 * row // 3, device)
+    if folds or stages == 1:
+        return Tile(32, 8, stages_that_fit(3, tile_bytes + 32 * row // 3, device))
+    return Tile(64, 8, stages)
 
 
 def decode_tile(shape: AttentionShape, longest: int, folds: bool, device: torch.device) -> Tile:
-    """By default, for sequences of up to `longest` queries."""
+    """By default, for sequences of up to `longest` queries: those of one with 32 heads have their
+    rows to themselves, and twice as many products of half the width for it."""
+    tile = prompt_tile(shape, folds, device)
     rows = max(next_power_of_2(longest * shape.heads), 16)
-    return prompt_tile(shape, folds, device)._replace(
-        rows=min(rows, prompt_tile(shape, folds, device).rows)
-    )
-
-
-def _stages(shape: AttentionShape, device: torch.device) -> int:
-    tile = tile_of_keys(shape) * shape.head_dim
-    queries = 64 * shape.head_dim * shape.dtype.itemsize
-    return max(stages_that_fit(3, tile * shape.kv_dtype.itemsize + queries // 3, device), 1)
+    return tile._replace(rows=min(rows, tile.rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import FP8_MAX, KVCache
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
+from megatron_hybrid.kernels.latent_attention.protocol import LatentNorm
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.norm.triton import inverse_rms, scaled
 from megatron_hybrid.kernels.paged_attention.triton import kept
-from megatron_hybrid.kernels.protocols import LatentNorm
 
 
 def store_latents(
