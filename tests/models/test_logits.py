@@ -282,6 +282,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2_moe",
         {"use_expert_bias": False, "norm_topk_prob": False},
     ),
+    "kimi with biases, queries from latents, an odd number of heads": (
+        "kimi_linear",
+        {
+            "attention_bias": True,
+            "q_lora_rank": 20,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "norm_topk_prob": False,
+        },
+    ),
+    "ling with biases, without latents of queries": (
+        "bailing_hybrid",
+        {"attention_bias": True, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    ),
     "llama with linear rope": (
         "llama",
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4}},
