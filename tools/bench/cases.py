@@ -28,6 +28,9 @@ from megatron_hybrid.kernels.contract import (
 from megatron_hybrid.kernels.protocols import ConvConstants
 from megatron_hybrid.layers.attention import AttentionConfig
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec, allocate_caches
+from megatron_hybrid.layers.kimi_delta_attention import KimiDeltaAttentionConfig
+from megatron_hybrid.layers.latent_attention import LatentAttentionConfig
+from megatron_hybrid.layers.mixer import LayerConfig
 from megatron_hybrid.models.config import HybridModelConfig
 
 BLOCK = 64  # tokens in a KV block
@@ -165,8 +168,8 @@ class Bench:
             cu_chunk_seqlens={kernel_chunk: self.integers(bounds)},
         )
 
-    def paged(self, queries: list[int], keys: list[int]) -> PagedSequences:
-        """Blocks lie anywhere."""
+    def paged(self, queries: list[int], keys: list[int], longest_run: int = 1) -> PagedSequences:
+        """Blocks lie anywhere. longest_run: queries of decodes with drafts."""
         blocks = [-(-length // BLOCK) for length in keys]
         order = np.random.default_rng(0).permutation(sum(blocks)) + 1
         table = np.zeros((len(keys), max(blocks)), dtype=np.int64)
@@ -175,7 +178,7 @@ class Bench:
             table[row, :count] = order[taken : taken + count]
             taken += count
         host = PagedHost.of(np.asarray(queries), np.asarray(keys), table, BLOCK)
-        decodes = sum(q == 1 for q in queries)
+        decodes = sum(q <= longest_run for q in queries)
         positions = [np.arange(k - q, k) for q, k in zip(queries, keys, strict=True)]
         places = [table[s, p // BLOCK] * BLOCK + p % BLOCK for s, p in enumerate(positions)]
         return PagedSequences(
@@ -188,6 +191,7 @@ class Bench:
             num_decodes=decodes,
             host=host,
             static=decodes == len(queries) and not self.tiny,
+            longest_run=longest_run if longest_run > 1 else 0,
         )
 
     def kv_cache(self, blocks: int, dtype: torch.dtype | None = None) -> KVCache:
@@ -237,6 +241,7 @@ def _shrunk(model: HybridModelConfig) -> HybridModelConfig:
             value_dim=16,
             kernel_chunk=16,
         ),
+        others={letter: _shrunk_layer(layer) for letter, layer in model.others.items()},
         mlp=model.mlp and replace(model.mlp, intermediate_size=96),
         moe=model.moe
         and replace(
@@ -247,3 +252,14 @@ def _shrunk(model: HybridModelConfig) -> HybridModelConfig:
             shared=model.moe.shared and replace(model.moe.shared, intermediate_size=64),
         ),
     )
+
+
+def _shrunk_layer(layer: LayerConfig) -> LayerConfig:
+    if isinstance(layer, LatentAttentionConfig):
+        return replace(
+            layer, num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8,
+            v_head_dim=16, rope=layer.rope and replace(layer.rope, rotary_dim=8),
+        )  # fmt: skip
+    if isinstance(layer, KimiDeltaAttentionConfig):
+        return replace(layer, num_heads=4, head_dim=16, kernel_chunk=16)
+    return layer

@@ -9,6 +9,7 @@ from bench.cases import Bench, Case
 from bench.conv_cases import conv_cases
 from bench.expert_cases import expert_cases
 from bench.few_row_cases import few_row_cases
+from bench.latent_cases import latent_cases
 from bench.layer_cases import layer_cases
 from bench.norm_cases import activation_cases, gated_norm_cases, norm_cases
 from bench.normed_router_cases import normed_router_cases
@@ -29,6 +30,7 @@ def kernel_cases(bench: Bench) -> Iterator[Case]:
     yield from projected_cases(bench)
     yield from gated_norm_cases(bench)
     yield from attention_cases(bench)
+    yield from latent_cases(bench)
     yield from norm_cases(bench)
     yield from activation_cases(bench)
     yield from expert_cases(bench)
