@@ -15,7 +15,7 @@ from megatron_hybrid.kernels.linear.formats import WeightFormat
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.weight_source import open_folder
 from megatron_hybrid.models.checkpoints.weights import ON_THE_FLY
-from megatron_hybrid.models.config import resolve_dtype
+from megatron_hybrid.models.config import LATENT_ATTENTION, resolve_dtype
 from megatron_hybrid.verify.comparison import Comparison, Truth, beside_cold
 from megatron_hybrid.verify.dequantized import Weight, weights_of
 from megatron_hybrid.verify.oracle import Oracle, OracleUnavailable, numbers_in, ties_layers
@@ -55,6 +55,11 @@ def compare(
             raise OracleUnavailable("transformers reads no Megatron checkpoints.")
         if config.load_format != "auto":
             raise OracleUnavailable("the weights are random.")
+        if config.kv_cache_dtype != "auto" and LATENT_ATTENTION in folder.config.pattern:
+            raise OracleUnavailable(
+                f"--kv-cache-dtype is {config.kv_cache_dtype}: transformers' latents are not "
+                "rounded."
+            )
         with open_folder(folder, folder.config) as source:
             weights = weights_of(source)
             asking = _Asking(config, folder, weights, device, wanted)

@@ -18,7 +18,7 @@ from megatron_hybrid.verify.dequantized import InputRounding, Weight
 # Modules that --quantization leaves as they are, by transformers' names.
 _LEFT = re.compile(
     r"(lm_head|embed\w*|embeddings|norm\w*|gate|router|router\.layer|shared_expert_gate|conv\w*"
-    r"|in_proj_(a|b|ba)|x_proj|dt_proj)\.weight$"
+    r"|in_proj_(a|b|ba)|x_proj|dt_proj|kv_b_proj)\.weight$"
 )
 _MARK = 8  # numbers of a weight's first row, by which it is known again
 
