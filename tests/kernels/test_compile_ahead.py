@@ -51,7 +51,10 @@ def test_a_step_is_gone_through_whose_kernels_write_nothing(family: str, tmp_pat
 
 @pytest.mark.parametrize(
     "family",
-    usually(["qwen3_5_moe"], ["qwen3_5_moe", "nemotron_h_moe", "falcon_mamba", "bamba", "lfm2"]),
+    usually(
+        ["qwen3_5_moe"],
+        ["qwen3_5_moe", "nemotron_h_moe", "falcon_mamba", "bamba", "lfm2", "bailing_hybrid"],
+    ),
 )
 def test_an_engine_asks_for_all_kernels_when_it_starts(family: str, tmp_path: Path) -> None:
     """Nobody waits for a compiler later: whatever the number of tokens, prompts and decodes, and

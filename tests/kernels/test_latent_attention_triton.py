@@ -48,6 +48,7 @@ def small(
 BOTH = pytest.mark.parametrize("batch_invariant", [False, True])
 
 
+@A_THIRD
 @BOTH
 @pytest.mark.parametrize("workspace_bytes", [0, 8000, 1 << 20])
 def test_decodes_and_prompts_mix(batch_invariant: bool, workspace_bytes: int) -> None:
@@ -73,6 +74,7 @@ def test_positions_may_rotate_nothing() -> None:
     check(small(), rope, MIXED, turns=False)
 
 
+@A_THIRD
 @BOTH
 @pytest.mark.parametrize(
     ("heads", "latent", "turned"), usually([(3, 24, 4), (20, 32, 16)],
