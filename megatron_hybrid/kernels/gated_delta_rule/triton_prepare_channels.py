@@ -97,7 +97,7 @@ def prepare_left_kernel(
         cs = tl.cumsum(decay, 0)
         q, k = _keys(q_ptr, k_ptr, begin, length, q_row, k_row, scale, head, K_DIM, KEYS, TILE)
         kind = q_ptr.dtype.element_ty
-        qk, kk = pairs_by_halves(cs, q, k, kind, TILE)
+        qk, kk = pairs_by_halves(cs, q, k, kind, TILE, False)
         _store_pairs(
             r_ptr, weights_ptr, beta_ptr, qk, kk, beta, begin, length, tokens, head, TILE, SPLIT
         )
@@ -110,8 +110,9 @@ def prepare_left_kernel(
 
 
 @triton.jit
-def pairs_by_halves(cs, q, k, kind: tl.constexpr, TILE: tl.constexpr):
-    """_pairs of queries and keys [places, n] with the decays between them, whatever these are."""
+def pairs_by_halves(cs, q, k, kind: tl.constexpr, TILE: tl.constexpr, IN_ORDER: tl.constexpr):
+    """_pairs of queries and keys [places, n] with the decays between them, whatever these are.
+    IN_ORDER: a pair's bits do not depend on the places behind it: halves go down to single ones."""
     places = tl.arange(0, TILE)
     on_diagonal = places[:, None] == places[None, :]
     qk = tl.where(on_diagonal, tl.sum(q * k, 1)[:, None], 0.0)
@@ -125,7 +126,8 @@ def pairs_by_halves(cs, q, k, kind: tl.constexpr, TILE: tl.constexpr):
         grown = tl.exp2(tl.minimum(from_middle, LARGEST))
         shrunk = tl.exp2(tl.minimum(-from_middle, LARGEST)) * k
         new_qk, new_kk = _pairs(grown * q, grown * k, shrunk, kind)
-        if tl.max(tl.max(tl.abs(from_middle), 1), 0) <= LARGEST:  # all pairs of a block
+        is_small = tl.max(tl.max(tl.abs(from_middle), 1), 0) <= LARGEST
+        if is_small & (not IN_ORDER):  # all pairs of a block
             block = tl.full([], 1, tl.int32)
         else:  # those on both sides of its middle
             same &= (places % block >= half)[:, None] & (places % block < half)[None, :]

@@ -42,7 +42,7 @@ def prepare_chunk(
     k = k.to(tl.float32)
     q *= (tl.rsqrt(tl.sum(q * q, 1) + EPS) * scale)[:, None]
     k *= tl.rsqrt(tl.sum(k * k, 1) + EPS)[:, None]
-    qk, kk = pairs_by_halves(cs, q, k, kind, TILE)
+    qk, kk = pairs_by_halves(cs, q, k, kind, TILE, True)
 
     last = tl.sum(decay, 0)
     start = tl.exp2(cs)
