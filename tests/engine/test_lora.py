@@ -33,7 +33,8 @@ TWO: dict[str, dict[str, Any]] = {
 
 # Of each kind of layer one; TESTS=all: all families.
 FAMILIES = usually(
-    ("llama", "nemotron_h", "qwen3_next", "jamba", "lfm2", "falcon_h1", "zamba2"), TARGETS
+    ("llama", "nemotron_h", "qwen3_next", "jamba", "lfm2", "falcon_h1", "zamba2", "bailing_hybrid"),
+    TARGETS,
 )
 
 
