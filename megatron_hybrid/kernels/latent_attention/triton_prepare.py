@@ -111,7 +111,7 @@ def by_head(x: Tensor, weight: Tensor) -> Tensor:
     _by_head_kernel[(cdiv(tokens, rows), cdiv(outputs, columns), heads)](
         x, weight, y, tokens, *x.stride()[:2], *weight.stride(), heads, outputs, depth,
         ROWS=rows, COLUMNS=columns, DEPTH=min(max(next_power_of_2(depth), 16), 64),
-        num_warps=4, num_stages=3, **OPTIONS,
+        num_warps=8 if rows == 128 else 4, num_stages=3, **OPTIONS,
     )  # fmt: skip
     return y
 
