@@ -272,8 +272,17 @@ def test_a_quantization_config_may_be_in_the_text_config() -> None:
     both = {"quantization_config": FP8, "text_config": {"quantization_config": FP8}}
     assert Quantization.of(both, "config.json") is not None
     other = {"quantization_config": MODELOPT, "text_config": {"quantization_config": FP8}}
-    with pytest.raises(ConfigurationError, match="and another in its text_config"):
+    with pytest.raises(ConfigurationError, match="and another in its text part"):
         Quantization.of(other, "config.json")
+
+
+@pytest.mark.parametrize("prefix", ["language_model.backbone", "language_model.model", "llm.model"])
+def test_modules_of_a_text_part_may_have_the_wholes_names(prefix: str) -> None:
+    said = MODELOPT | {"ignore": [f"{prefix}.layers.0.mixer.in_proj", "vision_model*", "mlp1*"]}
+    found = Quantization.of({"llm_config": {"quantization_config": said}}, "config.json")
+    assert found is not None
+    assert found.format_of("model.layers.0.mixer.in_proj") is None
+    assert found.format_of("model.layers.1.mixer.in_proj") is not None
 
 
 def test_what_is_not_quantised_is_none() -> None:

@@ -111,6 +111,7 @@ class ModelFolder:
             from megatron_hybrid.models.families.registry import family_of
 
             raw = RawConfig.from_folder(self.described or self.path)
+            raw.refuse_other_heads()
             config = family_of(raw.model_type).config(raw)
         if not config.eos_token_ids and self.tokenizer_model is not None:
             config = replace(config, eos_token_ids=end_tokens(self.tokenizer_model))

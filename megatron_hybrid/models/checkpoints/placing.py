@@ -148,7 +148,7 @@ def check_values(source: WeightSource, one: Placed) -> None:
 
 def _loaded(source: WeightSource, part: Part, place: Location) -> Tensor:
     """A part's values in one of its places, in the type that the model has them in."""
-    values = source.read(place.name, _slices(part, place))
+    values = _read(source, part, place)
     return values.to(part.target.dtype) if isinstance(part.target, Tensor) else values
 
 
@@ -177,7 +177,7 @@ def put_one(
     part, quantized = one.part, one.quantized
     target = part.target
     if quantized is None:
-        part.put(upload(source.read(one.place.name, _slices(part, one.place))))
+        part.put(upload(_read(source, part, one.place)))
         return
     rows, columns = part.source
     if isinstance(target, QuantizedWeight) and _lies_within(target.format, quantized):
@@ -193,6 +193,15 @@ def _lies_within(format: WeightFormat, quantized: StoredWeight) -> bool:
     return stored is not None and format == replace(
         stored, rows=format.rows, columns=format.columns
     )
+
+
+def _read(source: WeightSource, part: Part, place: Location) -> Tensor:
+    """A part's rectangle of one of its places."""
+    index = _slices(part, place)
+    if not place.transposed:
+        return source.read(place.name, index)
+    rows, columns = index[-2:]
+    return source.read(place.name, (*index[:-2], columns, rows)).mT.contiguous()
 
 
 def _slices(part: Part, place: Location) -> tuple[slice | int, ...]:

@@ -17,6 +17,7 @@ from megatron_hybrid.models.checkpoints.quantization_methods import (
     modelopt_values,
     rule_of,
 )
+from megatron_hybrid.models.families.text_configs import TEXT_CONFIGS
 
 __all__ = ["Quantization", "StoredFormat"]
 
@@ -74,15 +75,15 @@ class Quantization:
 
 
 def _quantization_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """What config.json has of it, there or in its text_config; empty where there is none."""
-    inner = config.get("text_config")
+    """What config.json has of it, there or in its text part; empty where there is none."""
+    inner = next((one for one in map(config.get, TEXT_CONFIGS) if one is not None), None)
     places = [config, inner if isinstance(inner, Mapping) else {}]
     found = [place["quantization_config"] for place in places if place.get("quantization_config")]
     if any(not isinstance(one, Mapping) for one in found):
         raise ConfigurationError(f"{where} has a quantization_config that is no object.")
     if len(found) == 2 and found[0] != found[1]:
         raise ConfigurationError(
-            f"{where} has one quantization_config, and another in its text_config; remove what is "
+            f"{where} has one quantization_config, and another in its text part; remove what is "
             "wrong."
         )
     return found[0] if found else {}

@@ -14,7 +14,8 @@ Default = TypeVar("Default")
 
 # What libraries put before "layers.0...", the longest first.
 _PREFIXES = (
-    "model.language_model.", "language_model.model.", "language_model.", "backbone.", "model.",
+    "model.language_model.", "language_model.model.", "language_model.backbone.", "language_model.",
+    "llm.model.", "backbone.", "model.",
 )  # fmt: skip
 _REGEX_PREFIX = re.compile(
     r"^(\^?(?:\(\?:)?)(?:"

@@ -81,6 +81,8 @@ class WeightSource(ABC):
     def check_shape(self, place: Location, shape: tuple[int, ...]) -> None:
         """`shape`: the role's. Raises WeightsError for another one."""
         expected = (place.all_rows(shape[0]), *shape[1:])
+        if place.transposed:
+            expected = expected[::-1]
         if place.index is not None:
             expected = (place.stacked, *expected)
         stored = self.shape(place.name)

@@ -19,14 +19,20 @@ _MTP_NAMES = {
     "mtp.fc.weight": "eh_proj.weight",
     "mtp.final_norm.weight": "final_layernorm.weight",
 }
+_NEMO_EXPERTS = {"up_proj": "gate_and_up_projs", "down_proj": "down_projs"}
 
 
 class NemotronH(Family):
     """A Hugging Face layer is one block."""
 
     model_types = ("nemotron_h",)
-    renames = ((r"^backbone\.", "model."), (r"^model\.embedding\.", "model.embeddings."))
-    ignored = (*Family.ignored, r"^mtp\.")  # multi-token prediction
+    renames = (
+        (r"^backbone\.", "model."),
+        (r"^model\.embedding\.", "model.embeddings."),
+        (r"\.mixer\._fp32_params\.", ".mixer."),  # NeMo's
+    )
+    # Multi-token prediction; Transformer Engine's notes.
+    ignored = (*Family.ignored, r"^mtp\.", r"\._extra_state$")
     roles = (
         (r"^router\.bias$", "gate.e_score_correction_bias"),
         (r"^router\.", "gate."),
@@ -122,7 +128,10 @@ class NemotronH(Family):
             return [Location(f"{layer}.{_MTP_NAMES[role]}")]
         places = [Location(self.name_in(layer, role))]
         expert = re.fullmatch(r"mixer\.experts\.(\d+)\.(\w+)\.weight", role)
-        if expert and config.moe is not None:  # single, or stacked
-            stacked = f"{layer}.mixer.experts.{expert[2]}"
-            places.append(Location(stacked, int(expert[1]), config.moe.num_experts))
+        if expert and config.moe is not None:  # single, or stacked, or as NeMo has them
+            number, count = int(expert[1]), config.moe.num_experts
+            stacked = f"{layer}.mixer.experts"
+            places.append(Location(f"{stacked}.{expert[2]}", number, count))
+            nemo = f"{stacked}.{_NEMO_EXPERTS[expert[2]]}"
+            places.append(Location(nemo, number, count, transposed=True))
         return places

@@ -1,5 +1,5 @@
 """Qwen3-Next and Qwen3.5 (Alibaba), dense and with experts: gated delta nets, every few layers
-gated attention; norms with weights around zero. Of a model with vision the text part is read."""
+gated attention; norms with weights around zero."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Qwen3Next(TwoBlockFamily):
     """With a head for multi-token prediction, of which its config.json says nothing."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_next",)
-    ignored = (*TwoBlockFamily.ignored, r"^mtp\.", r"^model\.visual\.")
+    ignored = (*TwoBlockFamily.ignored, r"^mtp\.")
     roles = (
         (r"^router\.", "gate."),
         (r"^shared_gate\.", "shared_expert_gate."),
@@ -41,7 +41,6 @@ class Qwen3Next(TwoBlockFamily):
         return self.locate_in(config, "mtp.layers.0", block, role)
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
-        raw = raw.part("text_config")
         raw.refuse_unless("hidden_act", "silu")
         experts = raw.whole("num_experts", default=0)
         pattern, mtp = self._pattern(raw, experts), self._mtp(raw, experts)
@@ -101,8 +100,7 @@ class Qwen3Next(TwoBlockFamily):
 
 
 class Qwen35(Qwen3Next):
-    """Its heads and, of the text part, names are said in full."""
+    """How many heads it has is said. With vision it is a text part: see the registry."""
 
-    model_types = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-    renames = ((r"^model\.language_model\.", "model."),)
+    model_types = ("qwen3_5_text", "qwen3_5_moe_text")
     says_heads = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +16,13 @@ from megatron_hybrid.layers.attention import AttentionConfig
 from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.rope import RopeConfig
 from megatron_hybrid.models.config import resolve_dtype
+from megatron_hybrid.models.families.text_configs import TEXT_CONFIGS
 
 MAMBA2_LAYERS = {"mamba": "M", "linear_attention": "M"}
+# Classes of models without a head for the next token, or that look at tokens to come.
+_NOT_GENERATIVE = re.compile(
+    r"Bidirectional|ColBERT|For(?!CausalLM|ConditionalGeneration)[A-Z]\w*$|(?<!LMHead)Model$"
+)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -94,15 +100,26 @@ class RawConfig(ModelSettings):
         generation = folder / "generation_config.json"
         return cls(_read(path), str(path), _read(generation) if generation.is_file() else {})
 
-    def part(self, name: str) -> RawConfig:
-        """The configuration inside this one, for instance of a model's text part; itself where it
-        has none. What it does not say, this one does."""
-        inner = self.values.get(name)
+    def refuse_other_heads(self) -> None:
+        """Raise ConfigurationError for a model that is trained for something else than the next
+        token: embeddings, retrieval, masked tokens, classes."""
+        for name in self.get("architectures", default=()):
+            if _NOT_GENERATIVE.search(str(name)):
+                raise ConfigurationError(
+                    f"{self.where} is a {name}'s, which does not predict next tokens; only models "
+                    "for causal language modelling are supported."
+                )
+
+    def text_part(self) -> RawConfig:
+        """The configuration of the text part inside this one; itself where it has none. What it
+        does not say, this one does."""
+        inner = self.get(*TEXT_CONFIGS)
         if inner is None:
             return self
-        outer = {key: value for key, value in self.values.items() if key not in inner}
-        values = {**outer, **inner, "model_type": self.model_type}
-        return RawConfig(values, self.where, self.generation)
+        if not isinstance(inner, Mapping):
+            raise ConfigurationError(f"The text_config in {self.where} is no object.")
+        said = {key: value for key, value in inner.items() if value is not None}
+        return RawConfig({**self.values, **said}, self.where, self.generation)
 
     @property
     def model_type(self) -> str:

@@ -19,6 +19,7 @@ from megatron_hybrid.models.families.minimax import MiniMax
 from megatron_hybrid.models.families.nemotron_h import NemotronH
 from megatron_hybrid.models.families.olmo_hybrid import OlmoHybrid
 from megatron_hybrid.models.families.qwen3_next import Qwen3Next, Qwen35
+from megatron_hybrid.models.families.text_part import USUAL_NAMES, TextPart
 from megatron_hybrid.models.families.zamba2 import Zamba2
 
 FAMILIES: tuple[Family, ...] = (
@@ -41,7 +42,34 @@ FAMILIES: tuple[Family, ...] = (
     Llama(),
     Qwen3(),
 )
-BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
+# Of models that also see or hear. How they call the text's weights where that is not usual:
+_CAUSAL_LM = ((r"^language_model\.", ""),)  # a whole causal language model inside
+_NEMO = (
+    (r"^llm\.model\.embed_tokens\.", "model.embeddings."),
+    (r"^llm\.model\.norm\.", "model.norm_f."),
+    (r"^llm\.", ""),
+    *USUAL_NAMES,
+)
+TEXT_PARTS: tuple[TextPart, ...] = (
+    TextPart(
+        Qwen35(),
+        ("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "minicpmv4_7", "intern_s2_preview"),
+        tied=False,
+    ),
+    TextPart(Qwen35(), ("minicpm_ocr",), tied=True),
+    TextPart(Lfm2(), ("lfm2_vl",), tied=True),
+    TextPart(
+        NemotronH(),
+        ("nemotron_h_omni", "NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2"),
+        names=_CAUSAL_LM,
+    ),
+    TextPart(NemotronH(), ("nemo_speechlm", "nemotron3_5_transcribe"), names=_NEMO, tied=False),
+    TextPart(GraniteMoeHybrid(), ("granite_speech", "granite_speech_plus"), tied=True),
+)
+BY_MODEL_TYPE: dict[str, Family] = {
+    **{name: family for family in FAMILIES for name in family.model_types},
+    **{name: part for part in TEXT_PARTS for name in part.wholes},
+}
 
 
 def family_of(model_type: str) -> Family:

@@ -180,6 +180,14 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
             ]
         },
     ),
+    *(
+        ("messages[0].content[0].type", {"messages": [{"role": "user", "content": [part]}]})
+        for part in (
+            {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+            {"type": "audio_url", "audio_url": {"url": "b"}},
+            {"type": "video_url", "video_url": {"url": "b"}},
+        )
+    ),
     (
         "messages[0].content[0].text",
         {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},

@@ -206,6 +206,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("messages[1].content[0].type", {"messages": [HELLO, assistant([RESULT])]}),
     ("messages[0].content[1].type", {"messages": [user([text("a"), IMAGE])]}),
     ("messages[0].content[0].type", {"messages": [user([{"type": "document"}])]}),
+    ("messages[0].content[0].type", {"messages": [user([{"type": "audio", "source": {}}])]}),
     ("messages[0].content[0].type", {"messages": [user([{"type": "search_result"}])]}),
     ("content[0].content[0].type", {"messages": [user([{**RESULT, "content": [IMAGE]}])]}),
     ("messages[0].content[0].input", {"messages": [assistant([{**USE, "input": "x"}])]}),

@@ -103,6 +103,8 @@ def test_the_operators_sampling_is_that_of_open_fields(serve: Serve) -> None:
 
 
 IMAGE = {"type": "input_image", "image_url": "http://x"}
+SOUND = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+FILE = {"type": "input_file", "file_url": "http://x"}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": []}, "input", "invalid_value"),
     ({"input": [{"role": "user"}]}, "input[0].content", "missing_required_parameter"),
@@ -118,6 +120,14 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}, IMAGE]}]},
         "input[0].content[1].type",
         "invalid_value",
+    ),
+    *(
+        (
+            {"input": [{"role": "user", "content": [part]}]},
+            "input[0].content[0].type",
+            "invalid_value",
+        )
+        for part in (SOUND, FILE)
     ),
     (
         {"input": [{"type": "function_call_output", "call_id": "a", "output": [IMAGE]}]},
