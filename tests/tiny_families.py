@@ -209,6 +209,21 @@ TINY: dict[str, Tiny] = {
         },
         "chunk_size",
     ),
+    "zamba": Tiny(
+        "Zamba",
+        {
+            "num_hidden_layers": 6,
+            "layers_block_type": [
+                "linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid",
+                "hybrid",
+            ],
+            "n_mamba_heads": 2,
+            "mamba_d_state": 16,
+            "intermediate_size": 96,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mamba": Tiny("Mamba", {"num_hidden_layers": 3, "state_size": 16}),
     "falcon_mamba": Tiny("FalconMamba", {"num_hidden_layers": 3, "state_size": 16}),
     "mamba2": Tiny(

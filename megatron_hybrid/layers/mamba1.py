@@ -13,6 +13,7 @@ from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.kernels.projected import LowRank
 from megatron_hybrid.kernels.protocols import Inputs, Mamba1Constants, Mamba1Tokens, Reader
 from megatron_hybrid.kernels.replay_protocol import Replays
+from megatron_hybrid.layers.headed_mamba1 import HeadedMamba1
 from megatron_hybrid.layers.kernel_plans import KernelPlans, PartKind
 from megatron_hybrid.layers.linear import RowParallelLinear
 from megatron_hybrid.layers.mixer import LayerContext, parameter
@@ -35,10 +36,11 @@ class Mamba1Config:
     proj_bias: bool = False
     norms: str = "none"
     norms_eps: float = 1e-6
+    heads: int | None = None  # with a scan each (Zamba); None: one scan of all channels
 
-    def mixer(self, context: LayerContext) -> Mamba1:
+    def mixer(self, context: LayerContext) -> RecurrentMixer:
         """As in LayerConfig."""
-        return Mamba1(self, context)
+        return Mamba1(self, context) if self.heads is None else HeadedMamba1(self, context)
 
 
 class Mamba1(RecurrentMixer):

@@ -177,12 +177,22 @@ class RecurrentMixer(Mixer):
             _convolve(kernels, kind, x[rows], constants, state, ring, plan, out[rows], own)
         return out
 
-    def scan(self, tokens: AScansTokens, constants: Constants, plans: KernelPlans) -> Tensor:
-        """[T, ...], like the tokens' `like`."""
+    def scan(
+        self,
+        tokens: AScansTokens,
+        constants: Constants,
+        plans: KernelPlans,
+        head: int | None = None,
+    ) -> Tensor:
+        """[T, ...], like the tokens' `like`. `head`: of a layer with a scan for each, whose states
+        are [slots, heads, ...] and whose inputs the rings have head by head."""
         kernel = self.kernel(plans.kernels.replays or plans.kernels)
         state, parts = self.state(plans).ssm, self._parts(plans)
         rings = plans.caches.rings.get(self.layer)
         ring = None if rings is None else rings.inputs
+        if head is not None:
+            state, each = state[:, head], len(tokens.kept)
+            ring = None if ring is None else ring[head * each : (head + 1) * each]
         by_chance = plans.caches.rounding_seed is not None
         assert not (by_chance and any(part.kind is PartKind.DECODE for part in parts))
         if len(parts) == 1:

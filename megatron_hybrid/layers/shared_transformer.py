@@ -1,5 +1,6 @@
-"""Zamba2's shared blocks: a few transformer blocks, each used by several layers, which differ in
-low-rank adapters and in a projection (Glorioso et al., "The Zamba2 Suite", arXiv 2411.15242)."""
+"""Zamba's shared blocks: a few transformer blocks, each used by several layers, which differ in a
+projection and, in Zamba2, in low-rank adapters (Glorioso et al., "The Zamba2 Suite", arXiv
+2411.15242)."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ from megatron_hybrid.layers.parts import Parts, inner_parts, section, shard, who
 
 @dataclass(frozen=True)
 class SharedTransformerConfig:
-    """Sizes of the blocks that layers take in turn."""
+    """Sizes of the blocks that layers take in turn. `mixer`: letter of what these layers are."""
 
     attention: AttentionConfig
     mlp: MLPConfig
     num_blocks: int  # that the layers take in turn
-    adapter_rank: int
-    attention_adapters: bool  # also of q, k and v; the MLP always has one
+    adapter_rank: int = 0  # 0: without adapters
+    attention_adapters: bool = False  # also of q, k and v; the MLP always has one
+    mixer: str = "M"
 
 
 class SharedTransformer(nn.Module):
@@ -69,8 +71,10 @@ class SharedTransformerUse(nn.Module):
         if config.attention_adapters:
             self.qkv_down = parameter((3, rank, 2 * hidden), dtype)
             self.qkv_up = parameter((3, rows, rank), dtype)
-        self.mlp_down = parameter((rank, hidden), dtype)
-        self.mlp_up = parameter((mlp.up_proj.outputs, rank), dtype)
+        self.mlp_down = self.mlp_up = None
+        if rank:
+            self.mlp_down = parameter((rank, hidden), dtype)
+            self.mlp_up = parameter((mlp.up_proj.outputs, rank), dtype)
         self.linear = parameter((hidden, hidden), dtype)
 
     def weight_parts(self) -> Parts:
@@ -81,11 +85,12 @@ class SharedTransformerUse(nn.Module):
             for name, down, up in zip("qkv", self.qkv_down, self.qkv_up, strict=True):
                 yield whole(f"self_attn.{name}_adapter.down", down)
                 yield shard(f"self_attn.{name}_adapter.up", up, 0, rank, total)
-        yield whole("mlp.adapter.down", self.mlp_down)
-        gate, up = self.mlp_up.chunk(2)
-        total = self.shared.mlp.config.intermediate_size
-        yield section("mlp.adapter.up", gate, 0, rank * len(gate), 2 * total)
-        yield section("mlp.adapter.up", up, 0, total + rank * len(up), 2 * total)
+        if self.mlp_down is not None and self.mlp_up is not None:
+            yield whole("mlp.adapter.down", self.mlp_down)
+            gate, up = self.mlp_up.chunk(2)
+            total = self.shared.mlp.config.intermediate_size
+            yield section("mlp.adapter.up", gate, 0, rank * len(gate), 2 * total)
+            yield section("mlp.adapter.up", up, 0, total + rank * len(up), 2 * total)
         yield whole("linear.weight", self.linear)
 
     def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
@@ -102,7 +107,8 @@ class SharedTransformerUse(nn.Module):
             qkv = qkv + torch.cat(up, dim=1)
         y = self.parallel.all_reduce(attention.attend(qkv, plans, self.layer))
         y = shared.mlp_norm(y, kernels)
-        adapted = multiply(multiply(y, self.mlp_down), self.mlp_up)
-        inner = shared.mlp.up_proj(y, kernels) + adapted
+        inner = shared.mlp.up_proj(y, kernels)
+        if self.mlp_down is not None and self.mlp_up is not None:
+            inner = inner + multiply(multiply(y, self.mlp_down), self.mlp_up)
         y = self.parallel.all_reduce(shared.mlp.activate(inner, plans))
         return multiply(y, self.linear)

@@ -23,7 +23,6 @@ from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Parts, inner_parts, prefixed
 from megatron_hybrid.layers.shared_transformer import SharedTransformer, SharedTransformerUse
 from megatron_hybrid.models.config import (
-    MAMBA,
     SHARED_TRANSFORMER,
     BlockForm,
     HybridModelConfig,
@@ -251,7 +250,7 @@ class BlockBuilder:
             allocate_linears(parts, partial(self.formats, first))
         own = uses.index(index)
         use = SharedTransformerUse(shared, self.shared[first], context, own, len(uses))
-        mixer = config.layer(MAMBA).mixer(context)
+        mixer = config.layer(shared.mixer).mixer(context)
         block = SharedTransformerBlock(self.norm(), mixer, ranks, entering, use)
         allocate_linears(block.weight_parts(), partial(self.formats, index))
         return block

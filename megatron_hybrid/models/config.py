@@ -90,8 +90,8 @@ class HybridModelConfig:
     """`pattern` has a letter a block:
 
         M  Mamba2              *  attention             H  attention and Mamba2 side by side
-        S  Mamba1              -  MLP                   Z  Mamba2, whose input a shared transformer
-        G  gated delta net     E  mixture of experts       block adds to
+        S  Mamba1              -  MLP                   Z  Mamba1 or 2, whose input a shared
+        G  gated delta net     E  mixture of experts       transformer block adds to
         C  short convolution   A  latent attention
         N  lightning attention K  Kimi delta attention
 

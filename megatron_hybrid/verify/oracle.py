@@ -187,7 +187,7 @@ def _decoder_layers(model: Any) -> Sequence[nn.Module]:
 
 def ties_layers(folder: str) -> bool:
     """Whether layers of this model share weights, so that it must be whole."""
-    return bool(_config(folder).model_type == "zamba2")
+    return bool(_config(folder).model_type in ("zamba", "zamba2"))
 
 
 def _config(folder: str) -> Any:

@@ -160,6 +160,9 @@ def test_nemotron_options_that_are_refused(
         ("mamba2", {"hidden_act": "relu"}, "hidden_act = 'relu'"),
         ("jamba", {"sliding_window": 128}, "sliding_window = 128"),
         ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("zamba", {"hidden_mamba_act": "gelu"}, "hidden_mamba_act = 'gelu'"),
+        ("zamba", {"attention_hidden_size": 96}, "attention_hidden_size = 96"),
+        ("zamba", {"n_mamba_heads": 3}, "n_mamba_heads = 3 .* does not divide 128"),
         ("zamba2", {"use_long_context": True}, "use_long_context = True"),
         ("zamba2", {"add_bias_linear": True}, "add_bias_linear = True"),
         ("zamba2", {"num_key_value_heads": 2}, "use_shared_attention_adapter with 2 KV heads"),
@@ -193,6 +196,10 @@ def test_options_of_other_families_that_are_refused(
 
 
 def test_layers_that_old_folders_count_instead_of_listing(tiny: Tiny, tmp_path: Path) -> None:
+    zamba = values_of(tiny("zamba")) | {"layers_block_type": None, "num_hidden_layers": 10}
+    zamba.pop("layer_types", None)
+    zamba |= {"attn_layer_period": 3, "attn_layer_offset": 1}
+    assert ModelFolder.open(write(tmp_path, zamba)).config.pattern == "SSZSZSSZSS"
     lfm2 = values_of(tiny("lfm2")) | {"layer_types": None, "full_attn_idxs": [1]}
     lfm2 |= {"block_ff_dim": lfm2.pop("intermediate_size")}
     qwen = values_of(tiny("qwen3_next")) | {"layer_types": None, "full_attention_interval": 2}
@@ -280,6 +287,7 @@ def test_dtypes_by_name() -> None:
         ("mamba", 3, "--tensor-model-parallel-size 3 does not divide .* 128 Mamba channels"),
         ("qwen3_5", 4, "--tensor-model-parallel-size 4 does not divide .* 2 key heads"),
         ("lfm2", 3, "--tensor-model-parallel-size 3 does not divide .* 64 channels"),
+        ("zamba", 4, "--tensor-model-parallel-size 4 does not divide .* 2 Mamba heads"),
         ("nemotron_h", 16, "16 does not divide"),
     ],
 )

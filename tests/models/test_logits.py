@@ -195,6 +195,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "zamba with four heads, biases and fewer KV heads": (
+        "zamba",
+        {
+            "n_mamba_heads": 4,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "num_key_value_heads": 2,
+            "mamba_dt_rank": 5,
+        },
+    ),
     "mamba with biases, without a bias of the convolution": (
         "mamba",
         {

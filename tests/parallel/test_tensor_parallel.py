@@ -27,6 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite_moe_hybrid": ("granite_moe_hybrid", {"attention_bias": True}),
     "falcon_h1": ("falcon_h1", {"mamba_n_groups": 1, "attention_bias": True}),
     "zamba2": ("zamba2", {}),
+    "zamba": ("zamba", {}),
     "mamba": ("mamba", {"use_bias": True}),
     "falcon_mamba": ("falcon_mamba", {}),
     "mamba2": ("mamba2", {}),

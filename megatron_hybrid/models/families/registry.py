@@ -20,6 +20,7 @@ from megatron_hybrid.models.families.nemotron_h import NemotronH
 from megatron_hybrid.models.families.olmo_hybrid import OlmoHybrid
 from megatron_hybrid.models.families.qwen3_next import Qwen3Next, Qwen35
 from megatron_hybrid.models.families.text_part import USUAL_NAMES, TextPart
+from megatron_hybrid.models.families.zamba import Zamba
 from megatron_hybrid.models.families.zamba2 import Zamba2
 
 FAMILIES: tuple[Family, ...] = (
@@ -28,6 +29,7 @@ FAMILIES: tuple[Family, ...] = (
     GraniteMoeHybrid(),
     FalconH1(),
     Zamba2(),
+    Zamba(),
     Jamba(),
     Mamba(),
     Mamba2(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.mamba2 import Mamba2Config
@@ -16,7 +17,9 @@ from megatron_hybrid.models.families.raw_config import MAMBA2_LAYERS, RawConfig
 class Zamba2(Family):
     """Blocks that share a transformer have adapters of their own in it."""
 
-    model_types = ("zamba2",)
+    model_types: ClassVar[tuple[str, ...]] = ("zamba2",)
+    shared: ClassVar[str] = "shared_transformer"
+    joins_gates: ClassVar[bool] = True  # with the up projections, in one tensor
     roles = (
         (r"^transformer\.input_norm\.", "input_layernorm."),
         (r"^transformer\.mlp_norm\.", "pre_ff_layernorm."),
@@ -93,9 +96,9 @@ class Zamba2(Family):
         number, cycle = uses.index(block), config.shared_transformer.num_blocks
         part, parts = 0, 1
         for index, half in enumerate(("feed_forward.gate_proj", "feed_forward.up_proj")):
-            if name.startswith(half):  # one tensor in the checkpoint
+            if name.startswith(half) and self.joins_gates:
                 name, part, parts = "feed_forward.gate_up_proj.weight", index, 2
-        name = "shared_transformer." + name.format(use=number)
+        name = f"{self.shared}.{name.format(use=number)}"
         # Under the first layer that uses the block, or under each of them.
         same = [use for i, use in enumerate(uses) if i % cycle == number % cycle]
         return [Location(f"model.layers.{use}.{name}", part=part, parts=parts) for use in same]
