@@ -217,7 +217,7 @@ TINY: dict[str, Tiny] = {
                 "linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid",
                 "hybrid",
             ],
-            "n_mamba_heads": 2,
+            "n_mamba_heads": 4,
             "mamba_d_state": 16,
             "intermediate_size": 96,
             "num_key_value_heads": 4,
@@ -296,6 +296,11 @@ TINY: dict[str, Tiny] = {
     "lfm2": Tiny("Lfm2", _SHORT_CONV | {"block_multiple_of": 8}),
     "lfm2_moe": Tiny(
         "Lfm2Moe", _SHORT_CONV | _EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.5}
+    ),
+    "rwkv": Tiny(
+        "Rwkv",
+        {"num_hidden_layers": 3, "attention_hidden_size": 96, "intermediate_size": 112,
+         "context_length": 2048},
     ),
     "llama": Tiny("Llama", {"num_hidden_layers": 3, "intermediate_size": 96}),
     "qwen3": Tiny("Qwen3", {"num_hidden_layers": 3, "intermediate_size": 96, "head_dim": 16}),

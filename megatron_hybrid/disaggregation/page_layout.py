@@ -271,18 +271,19 @@ def _recurrent(model: HybridModel) -> dict[int, RecurrentMixer]:
 
 def _channels(layer: RecurrentMixer) -> _Split:
     """Of the convolution's state."""
-    parts = list(layer.weight_parts())
-    if not parts:  # a Delay, whose convolution is no weight: every rank has all of it
+    roles = "conv1d", "conv", "conv_1d", "q_conv1d", "k_conv1d", "v_conv1d"
+    names = [f"{role}.weight" for role in roles]  # each layer has some of these
+    parts = [part for part in layer.weight_parts() if part.role in names]
+    if not parts:  # of a Delay, of RWKV: it is no weight, and every rank has all of it
         return _Split.whole(layer.spec.conv_shape[0])
-    roles = "conv1d", "conv", "q_conv1d", "k_conv1d", "v_conv1d"  # each layer has some of these
-    return _Split.of_weight(iter(parts), *(f"{role}.weight" for role in roles))
+    return _Split.of_weight(iter(parts), *names)
 
 
 def _recurrence(layer: RecurrentMixer) -> _Split:
     """Of the recurrence's state, and of its scales: their first dimension."""
     if isinstance(layer, LightningAttention):  # whose decays are no weights
         return _Split.of_weight(layer.weight_parts(), "norm.weight", each=layer.config.head_dim)
-    return _Split.of_weight(layer.weight_parts(), "A_log")
+    return _Split.of_weight(layer.weight_parts(), "A_log", "time_decay", "rg_lru.recurrent_param")
 
 
 class _Move(NamedTuple):

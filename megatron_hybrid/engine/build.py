@@ -48,6 +48,7 @@ from megatron_hybrid.engine.choices import (
 from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.head import drafts_from_head
+from megatron_hybrid.engine.plain_torch import kernels_for
 from megatron_hybrid.engine.profiling import had_to_compile, measure_activations
 from megatron_hybrid.engine.sizing import (
     MAX_REQUESTS,
@@ -310,7 +311,8 @@ class _Plan:
         parallel.sum_in_order(config.batch_invariant)
         mtp = drafts_from_head(config, folder, parallel, model)
         dtypes = dtypes_of(config, model_config, device)
-        kernels = kernel_set.select(config.kernels, device, batch_invariant=config.batch_invariant)
+        name = kernels_for(config, model_config, device)
+        kernels = kernel_set.select(name, device, batch_invariant=config.batch_invariant)
         replay_chunk = None
         if kernels.replays is not None:
             replay_chunk = replay_chunk_of(model_config.pattern, kernels.replays)

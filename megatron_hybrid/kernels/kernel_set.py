@@ -20,6 +20,12 @@ from torch import Tensor
 from megatron_hybrid.kernels import protocols as kinds
 from megatron_hybrid.kernels.activation import reference as activation
 from megatron_hybrid.kernels.causal_conv1d import reference as conv
+from megatron_hybrid.kernels.channel_scans import (
+    RGLRUConstants,
+    RGLRUTokens,
+    WKVConstants,
+    WKVTokens,
+)
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from megatron_hybrid.kernels.experts import reference as experts
 from megatron_hybrid.kernels.experts import whole_tiles as experts_by_tiles
@@ -43,12 +49,14 @@ from megatron_hybrid.kernels.projected import ProjectedMamba1
 from megatron_hybrid.kernels.refused_runs import refuse_runs
 from megatron_hybrid.kernels.replay import TORCH_REPLAYS
 from megatron_hybrid.kernels.replay_protocol import Replays
+from megatron_hybrid.kernels.rg_lru import reference as rg_lru
 from megatron_hybrid.kernels.rope import reference as rope
 from megatron_hybrid.kernels.runs import plan_runs
 from megatron_hybrid.kernels.sampling import reference as sampling
 from megatron_hybrid.kernels.sampling.protocol import Sampling
 from megatron_hybrid.kernels.slots import plan_decode
 from megatron_hybrid.kernels.whole_segments import UpdatedSlots
+from megatron_hybrid.kernels.wkv import reference as wkv
 
 Scan = kinds.Recurrence[kinds.Tokens, kinds.Constants, kinds.Rings]
 
@@ -86,6 +94,9 @@ class KernelSet:
     # What computes more of a layer at once, where there is something.
     projected_mamba1: ProjectedMamba1 | None = None
     lora: Lora = lora
+    # In plain torch alone: models with them run on the reference's kernels everywhere.
+    rg_lru: Scan[RGLRUTokens, RGLRUConstants] = rg_lru
+    wkv: Scan[WKVTokens, WKVConstants] = wkv
     # What a step's adapters add to the linear layers, which find it here; None: nothing.
     adapters: StepAdapters | None = None
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_hybrid.kernels.channel_scans import RGLRUTokens, WKVTokens
 from megatron_hybrid.kernels.contract import (
     AttentionShape,
     DecodeRuns,
@@ -146,8 +147,10 @@ class RoundsStates(Protocol):
 
 
 # The tokens of any scan, and a function's that gives or takes those of one.
-ScanTokens = Mamba1Tokens | Mamba2Tokens | DeltaRuleTokens
-AScansTokens = TypeVar("AScansTokens", Mamba1Tokens, Mamba2Tokens, DeltaRuleTokens)
+ScanTokens = Mamba1Tokens | Mamba2Tokens | DeltaRuleTokens | RGLRUTokens | WKVTokens
+AScansTokens = TypeVar(
+    "AScansTokens", Mamba1Tokens, Mamba2Tokens, DeltaRuleTokens, RGLRUTokens, WKVTokens
+)
 
 Tokens = TypeVar("Tokens", contravariant=True)
 Constants = TypeVar("Constants", contravariant=True)

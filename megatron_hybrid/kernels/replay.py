@@ -28,9 +28,11 @@ from megatron_hybrid.kernels.mamba1_scan import reference as mamba1_scan
 from megatron_hybrid.kernels.mamba2_scan import reference as mamba2_scan
 from megatron_hybrid.kernels.protocols import AScansTokens, ConvConstants, Gates, Rings
 from megatron_hybrid.kernels.replay_protocol import Replays
+from megatron_hybrid.kernels.rg_lru import reference as rg_lru
 from megatron_hybrid.kernels.runs import Constants, TorchScan
 from megatron_hybrid.kernels.slots import indices
 from megatron_hybrid.kernels.tiles import TilePlan, plan_tiles
+from megatron_hybrid.kernels.wkv import reference as wkv
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,4 +240,6 @@ TORCH_REPLAYS = Replays(
     gated_delta_rule=TorchReplay(gated_delta_rule.scan),
     mamba1_chunk=_CHUNK,
     chunk=_CHUNK,
+    rg_lru=TorchReplay(rg_lru.scan),
+    wkv=TorchReplay(wkv.scan),
 )

@@ -13,6 +13,12 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from megatron_hybrid.kernels.channel_scans import (
+    RGLRUConstants,
+    RGLRUTokens,
+    WKVConstants,
+    WKVTokens,
+)
 from megatron_hybrid.kernels.contract import DecodeRuns, PrefillSegments
 from megatron_hybrid.kernels.protocols import (
     Constants,
@@ -88,3 +94,5 @@ class Replays(NamedTuple):
     gated_delta_rule: Replay[DeltaRuleTokens, DeltaRuleConstants, Rings]
     mamba1_chunk: int  # tokens; of the other scans:
     chunk: int
+    rg_lru: Replay[RGLRUTokens, RGLRUConstants, Rings] | None = None  # None: on a GPU
+    wkv: Replay[WKVTokens, WKVConstants, Rings] | None = None

@@ -146,6 +146,7 @@ class TorchScan(Generic[AScansTokens, Constants]):
     advance: Callable[[Tensor, tuple[Tensor, ...], Constants], None]
     # (states after their tokens, the tokens, constants) -> outputs [N, ...] float32
     read_out: Callable[[Tensor, AScansTokens, Constants], Tensor]
+    reads_before: bool = False  # outputs are of the states before their tokens
 
     def plan(self, segments: PrefillSegments, kernel_chunk: int) -> TilePlan:
         """The step's tiles."""
@@ -183,11 +184,19 @@ class TorchScan(Generic[AScansTokens, Constants]):
             states = plan.reads.gather(state).float()
         else:
             states = state.narrow(0, *in_place)
-        self.advance(states, tokens.kept, constants)
-        y = self.read_out(states, tokens, constants)
+        y = self._step(states, tokens, constants)
         if in_place is None:
             plan.writes.scatter(state, states)
         return into(out, y, tokens.like)
+
+    def _step(self, states: Tensor, tokens: AScansTokens, constants: Constants) -> Tensor:
+        """One token of each: their outputs; the states change in place."""
+        if self.reads_before:
+            y = self.read_out(states, tokens, constants)
+            self.advance(states, tokens.kept, constants)
+            return y
+        self.advance(states, tokens.kept, constants)
+        return self.read_out(states, tokens, constants)
 
     def decode_runs(
         self,
@@ -210,8 +219,7 @@ class TorchScan(Generic[AScansTokens, Constants]):
                 self.advance(part, earlier, constants)
             else:
                 own = type(tokens)(*(v.index_select(0, turn.tokens) for v in tokens))
-                self.advance(part, own.kept, constants)
-                y = self.read_out(part, own, constants)
+                y = self._step(part, own, constants)
                 out.index_copy_(0, turn.tokens, y.to(out.dtype))
             states.index_copy_(0, turn.sequences, part)
 

@@ -16,6 +16,7 @@ from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.protocols import Inputs
 from megatron_hybrid.layers.cached_attention import CachedAttention
 from megatron_hybrid.layers.kernel_plans import KernelPlans
+from megatron_hybrid.layers.layer_norm import LayerNorm
 from megatron_hybrid.layers.linear import allocate_linears
 from megatron_hybrid.layers.mixer import LayerContext, Mixed, Mixer, added_up
 from megatron_hybrid.layers.moe import MoE
@@ -140,6 +141,19 @@ class MoEBlock(Block):
         return super().forward(mixed, residual, plans)
 
 
+class FirstBlock(Block):
+    """The first Block of a model whose embeddings go through a norm of their own."""
+
+    embedding_norm: RMSNorm
+
+    def _enter(
+        self, mixed: Mixed | None, residual: Tensor, plans: KernelPlans
+    ) -> tuple[Inputs, Tensor]:
+        """See Block._enter."""
+        residual = self.embedding_norm(residual, plans.kernels).to(residual.dtype)
+        return super()._enter(mixed, residual, plans)
+
+
 class SharedTransformerBlock(Block):
     """x + mixer(norm(x + transformer(x))): the transformer's result is no part of the sum."""
 
@@ -200,6 +214,8 @@ class BlockBuilder:
         of block `index`, or of other things."""
         config = self.config
         eps = config.norm_eps / config.stream_divisor(index) ** 2
+        if config.layer_norm:
+            return LayerNorm(config.hidden_size, eps, self.dtype)
         return RMSNorm(config.hidden_size, eps, self.dtype, config.zero_centered_norm)
 
     def addend(self, index: int) -> Addend:
@@ -236,7 +252,11 @@ class BlockBuilder:
             norm = self.norm(index) if form.norm else None
             post_norm = self.norm() if form.post_norm else None
             kind = MoEBlock if isinstance(mixer, MoE) else Block
-            block = kind(norm, mixer, ranks, entering, post_norm, form.from_norm)
+            if index == 0 and config.embedding_norm:
+                block = FirstBlock(self.norm(), mixer, ranks, entering)
+                block.embedding_norm = self.norm()
+            else:
+                block = kind(norm, mixer, ranks, entering, post_norm, form.from_norm)
             allocate_linears(block.weight_parts(), partial(self.formats, index))
             return block
         shared = config.shared_transformer

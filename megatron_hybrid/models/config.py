@@ -36,10 +36,14 @@ _DTYPES = {
 MAMBA, ATTENTION, DENSE_MLP, EXPERTS, GATED_DELTA_NET = "M", "*", "-", "E", "G"
 MAMBA1, SHORT_CONV, SIDE_BY_SIDE, SHARED_TRANSFORMER = "S", "C", "H", "Z"
 LATENT_ATTENTION, KIMI_DELTA_ATTENTION, LIGHTNING_ATTENTION = "A", "K", "N"
+# RWKV's mixing of time and of channels; Griffin's recurrent unit.
+TIME_MIX, CHANNEL_MIX, RG_LRU = "W", "F", "R"
+# Whose kernels are in plain torch alone.
+IN_PLAIN_TORCH = frozenset({TIME_MIX, CHANNEL_MIX, RG_LRU})
 # Whose scans are computed chunk by chunk.
 CHUNKED = frozenset(
     {MAMBA, GATED_DELTA_NET, KIMI_DELTA_ATTENTION, LIGHTNING_ATTENTION, SIDE_BY_SIDE}
-    | {SHARED_TRANSFORMER}
+    | {SHARED_TRANSFORMER, TIME_MIX, RG_LRU}
 )
 
 
@@ -92,8 +96,9 @@ class HybridModelConfig:
         M  Mamba2              *  attention             H  attention and Mamba2 side by side
         S  Mamba1              -  MLP                   Z  Mamba1 or 2, whose input a shared
         G  gated delta net     E  mixture of experts       transformer block adds to
-        C  short convolution   A  latent attention
-        N  lightning attention K  Kimi delta attention
+        C  short convolution   A  latent attention      W  RWKV's time mixing
+        N  lightning attention K  Kimi delta attention  F  RWKV's channel mixing
+        R  real-gated linear recurrent unit
 
     Every block is x + residual_multiplier * mixer(norm(x)), or as its BlockForm says. The
     description of a kind of block is None when the pattern has none of it; `others` has those of
@@ -123,6 +128,8 @@ class HybridModelConfig:
     residual_in_fp32: bool = False
     zero_centered_norm: bool = False  # of the blocks; see RMSNorm
     forms: tuple[BlockForm, ...] = ()  # of the pattern's blocks; empty: the usual one of all
+    layer_norm: bool = False  # norms are LayerNorms
+    embedding_norm: bool = False  # embeddings go through a norm of their own
     mtp: MTPConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

@@ -267,7 +267,8 @@ class HybridModel(nn.Module):
             for part in self.final_norm.weight_parts():
                 assert isinstance(part, WeightPart)
                 factor, offset = part.multiplier / divisor, part.offset / divisor
-                yield None, replace(part, role="final_norm", multiplier=factor, offset=offset)
+                role = f"final_norm.{part.role}".removesuffix(".weight")
+                yield None, replace(part, role=role, multiplier=factor, offset=offset)
         if self.lm_head is not None:
             yield None, self._head_part(self.lm_head)
 
@@ -286,8 +287,7 @@ class HybridModel(nn.Module):
     def _head_part(self, head: Linear) -> LinearPart:
         vocab, columns = self.config.vocab_size, head.inputs
         start, real = self._vocabulary_rows(head.outputs)
-        tied = self.config.tie_word_embeddings  # to the embedding of the first stage
-        role = "embedding" if tied else "lm_head"
+        role = "embedding" if self.config.tie_word_embeddings else "lm_head"
         source = slice(start, start + real), slice(0, columns)
         part = LinearPart(role, (vocab, columns), source, head, 0)
         if self._divides_in_head:

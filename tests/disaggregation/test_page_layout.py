@@ -124,9 +124,12 @@ def _rows_by_weights(model: HybridModel) -> dict[tuple[int, str], Tensor]:
             found[index, "key"] = found[index, "value"] = heads
     for index, layer in recurrent.items():
         if layer is not None:
-            found[index, "conv"] = layer.conv_weight[:, 0].long()
-            if hasattr(layer, "A_log"):
-                rows = layer.A_log.view(len(layer.A_log), -1)[:, 0].long()
+            if any(part.role.startswith("conv") for part in layer.weight_parts()):
+                found[index, "conv"] = layer.conv_weight[:, 0].long()
+            names = [n for n in ("A_log", "time_decay", "recurrent_param") if hasattr(layer, n)]
+            if names:
+                weight = getattr(layer, names[0])
+                rows = weight.view(len(weight), -1)[:, 0].long()
                 found |= {(index, name): rows for name in ("ssm", "values", "scales")}
             elif isinstance(layer, LightningAttention):
                 dim = layer.config.head_dim

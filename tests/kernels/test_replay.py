@@ -15,7 +15,13 @@ from torch import Tensor
 from megatron_hybrid.kernels import replay
 from megatron_hybrid.kernels.contract import DecodeRuns, PrefillSegments
 from megatron_hybrid.kernels.protocols import ConvConstants, Gates
-from tests.kernels import test_gated_delta_rule, test_mamba1_scan, test_mamba2_scan
+from tests.kernels import (
+    test_gated_delta_rule,
+    test_mamba1_scan,
+    test_mamba2_scan,
+    test_rg_lru,
+    test_wkv,
+)
 from tests.kernels.recurrence_contract import Data, Recurrence, close
 from tests.kernels.segments import Segment, int64, poisoned, prefill_segments
 from tests.thorough import usually
@@ -39,6 +45,8 @@ SCANS = {
         test_gated_delta_rule.SHAPE,
         replay.TORCH_REPLAYS.gated_delta_rule,
     ),
+    "rg_lru": (test_rg_lru, (test_rg_lru.CHANNELS,), replay.TORCH_REPLAYS.rg_lru),
+    "wkv": (test_wkv, (test_wkv.CHANNELS, 2), replay.TORCH_REPLAYS.wkv),
 }
 Part = DecodeRuns | PrefillSegments
 

@@ -287,7 +287,7 @@ def test_dtypes_by_name() -> None:
         ("mamba", 3, "--tensor-model-parallel-size 3 does not divide .* 128 Mamba channels"),
         ("qwen3_5", 4, "--tensor-model-parallel-size 4 does not divide .* 2 key heads"),
         ("lfm2", 3, "--tensor-model-parallel-size 3 does not divide .* 64 channels"),
-        ("zamba", 4, "--tensor-model-parallel-size 4 does not divide .* 2 Mamba heads"),
+        ("zamba", 8, "--tensor-model-parallel-size 8 does not divide .* 4 Mamba heads"),
         ("nemotron_h", 16, "16 does not divide"),
     ],
 )

@@ -195,10 +195,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "zamba with four heads, biases and fewer KV heads": (
+    "zamba with two heads, biases and fewer KV heads": (
         "zamba",
         {
-            "n_mamba_heads": 4,
+            "n_mamba_heads": 2,
             "mamba_proj_bias": True,
             "mamba_conv_bias": False,
             "num_key_value_heads": 2,

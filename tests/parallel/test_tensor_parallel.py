@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1": ("falcon_h1", {"mamba_n_groups": 1, "attention_bias": True}),
     "zamba2": ("zamba2", {}),
     "zamba": ("zamba", {}),
+    "rwkv": ("rwkv", {}),
     "mamba": ("mamba", {"use_bias": True}),
     "falcon_mamba": ("falcon_mamba", {}),
     "mamba2": ("mamba2", {}),

@@ -10,6 +10,7 @@ from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.models.checkpoints.megatron_names import is_gpt_pattern
 from megatron_hybrid.models.config import (
     GATED_DELTA_NET,
+    IN_PLAIN_TORCH,
     LIGHTNING_ATTENTION,
     MAMBA1,
     SHARED_TRANSFORMER,
@@ -25,6 +26,7 @@ _LAYERS = {
     SIDE_BY_SIDE: "attention and Mamba2 side by side",
     SHARED_TRANSFORMER: "transformer blocks that layers share",
     LIGHTNING_ATTENTION: "lightning attention",
+    **dict.fromkeys(sorted(IN_PLAIN_TORCH), "layers of RWKV or Griffin"),
 }
 _MAMBA_NORM_EPS = 1e-5  # of the norm inside MambaMixer, not to be set there
 

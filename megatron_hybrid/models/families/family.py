@@ -62,11 +62,13 @@ class Family(ABC):
         supported."""
 
     def places(self, config: HybridModelConfig, block: int | None, role: str) -> list[Location]:
-        """What `locate` gives, or where a weight outside of blocks may be: embedding, final_norm or
-        lm_head."""
+        """What `locate` gives, or where a weight outside of blocks may be: embedding, final_norm
+        (of a layer norm also final_norm.bias) or lm_head."""
         if block is not None:
             return self.locate(config, block, role)
-        names = [str(getattr(self, role))]
+        role, _, inner = role.partition(".")
+        name = str(getattr(self, role))
+        names = [name.removesuffix("weight") + inner if inner else name]
         if config.tie_word_embeddings and role == "embedding":
             names.append(self.lm_head)
         return [Location(name) for name in names]

@@ -19,6 +19,7 @@ from megatron_hybrid.models.families.minimax import MiniMax
 from megatron_hybrid.models.families.nemotron_h import NemotronH
 from megatron_hybrid.models.families.olmo_hybrid import OlmoHybrid
 from megatron_hybrid.models.families.qwen3_next import Qwen3Next, Qwen35
+from megatron_hybrid.models.families.rwkv import Rwkv
 from megatron_hybrid.models.families.text_part import USUAL_NAMES, TextPart
 from megatron_hybrid.models.families.zamba import Zamba
 from megatron_hybrid.models.families.zamba2 import Zamba2
@@ -41,6 +42,7 @@ FAMILIES: tuple[Family, ...] = (
     Lfm2(),
     KimiLinear(),
     BailingHybrid(),
+    Rwkv(),
     Llama(),
     Qwen3(),
 )

@@ -1,0 +1,1 @@
+"""The weighted key values of RWKV-4."""
