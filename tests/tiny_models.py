@@ -84,19 +84,14 @@ def draw(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Ten
         return (1 + 15 * torch.rand(shape, generator=generator)).log()
     if last == "dt_bias":
         return normal - 2.0
-    if (
-        last == "D"
-        or ("norm" in name or ".ln" in name or "_ln" in name)
-        and like.ndim == 1
-        and last != "bias"
-    ):
+    if last == "bias":
+        return 0.2 * normal
+    if last == "D" or like.ndim == 1 and any(norm in name for norm in ("norm", ".ln", "_ln")):
         return 1 + 0.2 * normal
     if last.startswith("time_mix"):
         return torch.rand(shape, generator=generator)
     if last.startswith("time_"):  # decay and bonus of RWKV
         return normal - 1.0
-    if last == "bias":
-        return 0.2 * normal
     if "conv" in name and like.ndim == 3:
         return 0.5 * normal
     if "embed" in name:

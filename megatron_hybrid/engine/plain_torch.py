@@ -1,5 +1,5 @@
-"""Models with layers whose recurrences are in plain torch alone: on which kernels they run, and what
-does not go together with them."""
+"""Models with layers whose recurrences are in plain torch alone: on which kernels they run, and
+what does not go together with them."""
 
 from __future__ import annotations
 

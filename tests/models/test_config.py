@@ -160,6 +160,7 @@ def test_nemotron_options_that_are_refused(
         ("mamba2", {"hidden_act": "relu"}, "hidden_act = 'relu'"),
         ("jamba", {"sliding_window": 128}, "sliding_window = 128"),
         ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("rwkv", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon = 1e-06"),
         ("zamba", {"hidden_mamba_act": "gelu"}, "hidden_mamba_act = 'gelu'"),
         ("zamba", {"attention_hidden_size": 96}, "attention_hidden_size = 96"),
         ("zamba", {"n_mamba_heads": 3}, "n_mamba_heads = 3 .* does not divide 128"),
@@ -288,6 +289,7 @@ def test_dtypes_by_name() -> None:
         ("qwen3_5", 4, "--tensor-model-parallel-size 4 does not divide .* 2 key heads"),
         ("lfm2", 3, "--tensor-model-parallel-size 3 does not divide .* 64 channels"),
         ("zamba", 8, "--tensor-model-parallel-size 8 does not divide .* 4 Mamba heads"),
+        ("rwkv", 5, "--tensor-model-parallel-size 5 does not divide .* 96 channels of time"),
         ("nemotron_h", 16, "16 does not divide"),
     ],
 )
