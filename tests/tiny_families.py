@@ -297,6 +297,11 @@ TINY: dict[str, Tiny] = {
     "lfm2_moe": Tiny(
         "Lfm2Moe", _SHORT_CONV | _EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.5}
     ),
+    "recurrent_gemma": Tiny(
+        "RecurrentGemma",
+        {"num_hidden_layers": 4, "lru_width": 96, "intermediate_size": 192,
+         "num_key_value_heads": 1, "attention_window_size": 2048, "tie_word_embeddings": True},
+    ),
     "rwkv": Tiny(
         "Rwkv",
         {"num_hidden_layers": 3, "attention_hidden_size": 96, "intermediate_size": 112,

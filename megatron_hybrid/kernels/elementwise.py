@@ -28,6 +28,19 @@ def gelu(x: Tensor) -> Tensor:
     return torch.erf(wide * 0.5**0.5).add_(1).mul_(wide).mul_(0.5).to(x.dtype)
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, of 16-bit numbers rounded once."""
+    wide = _wide(x)
+    inner = (wide + 0.044715 * wide * wide * wide).mul_(-2 * (2 / torch.pi) ** 0.5)
+    return (wide / torch.exp(inner).add_(1)).to(x.dtype)
+
+
+def soft_capped(x: Tensor, cap: float) -> Tensor:
+    """cap tanh(x / cap), of 16-bit numbers rounded once."""
+    wide = torch.exp(_wide(x) * (-2 / cap)).add_(1).reciprocal_().mul_(2 * cap).sub_(cap)
+    return wide.to(x.dtype)
+
+
 def softplus(x: Tensor) -> Tensor:
     """log(1 + e^x)"""
     return torch.log1p(torch.exp(-x.abs())) + x.clamp(min=0)

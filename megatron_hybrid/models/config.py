@@ -125,6 +125,7 @@ class HybridModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    logits_soft_cap: float | None = None  # logits are cap * tanh(logits / cap)
     residual_in_fp32: bool = False
     zero_centered_norm: bool = False  # of the blocks; see RMSNorm
     forms: tuple[BlockForm, ...] = ()  # of the pattern's blocks; empty: the usual one of all

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_hybrid.kernels.contract import DecodeRuns
+from megatron_hybrid.kernels.elementwise import soft_capped
 from megatron_hybrid.kernels.kernel_set import REFERENCE
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.layers.adapters import AdaptedPart, AdapterSlots, of_logits
@@ -366,12 +367,12 @@ class HybridModel(nn.Module):
         return embeddings
 
     def _rotated(self, plans: KernelPlans, positions: Tensor) -> KernelPlans:
-        """With the rotation of tokens at these positions."""
+        """With the positions of tokens, and their rotation."""
         rotation = {
             kind: self.kernels.rope.plan(positions, table, self.dtype)
             for kind, table in self.frequencies.named_buffers()
         }
-        return replace(plans, rotation=rotation)
+        return replace(plans, rotation=rotation, positions=positions)
 
     @torch.inference_mode()
     def logits(self, hidden: Hidden, inputs: StepInputs, plans: KernelPlans) -> Tensor:
@@ -408,8 +409,9 @@ class HybridModel(nn.Module):
         else:
             assert self.embedding is not None
             logits = self.kernels.linear.multiply(normed, self.embedding.weight)
-        logits = self.parallel.tensor.all_gather(logits)
-        return logits[:, : config.vocab_size]
+        logits = self.parallel.tensor.all_gather(logits)[:, : config.vocab_size]
+        cap = config.logits_soft_cap
+        return logits if cap is None else soft_capped(logits, cap)
 
     @torch.inference_mode()
     def fold(self, runs: DecodeRuns, caches: LayerCaches) -> None:

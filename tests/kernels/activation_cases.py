@@ -14,6 +14,7 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: x / (1 + torch.exp(-x)),
     "relu2": lambda x: x.clamp(min=0) ** 2,
     "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
+    "gelu_tanh": lambda x: x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
     "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
     "none": lambda x: x,
 }

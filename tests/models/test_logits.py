@@ -205,6 +205,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_dt_rank": 5,
         },
     ),
+    "recurrent gemma with other blocks, a low cap and biases of attention": (
+        "recurrent_gemma",
+        {
+            "block_types": ["attention", "recurrent"],
+            "logits_soft_cap": 2.0,
+            "attention_bias": True,
+            "hidden_activation": "silu",
+            "conv1d_width": 3,
+            "lru_width": None,
+        },
+    ),
     "mamba with biases, without a bias of the convolution": (
         "mamba",
         {

@@ -49,6 +49,7 @@ PARAMETERS = {
     "qwen3.5-35b-a3b-nvfp4": (34.7, "as above"),
     "qwen3.5-9b": (8.95, "what llama.cpp counts in the text part"),
     "ring-mini-linear-2.0": (16.42, "16.4 B in the report, arXiv 2510.19338"),
+    "recurrentgemma-9b": (8.58, "9 B in the model card; 8.58 in transformers' class"),
     "rwkv-4-7b": (7.39, "7 B in the model card; 7.39 in transformers' class"),
     "zamba-7b": (7.23, "7 B in the model card; 7.23 in transformers' class"),
     "zamba2-2.7b": (2.66, "2.7 B in the model card; 2.66 in transformers' class"),

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.kernels.elementwise import gelu, sigmoid, silu
+from megatron_hybrid.kernels.elementwise import gelu, gelu_tanh, sigmoid, silu
 from megatron_hybrid.kernels.linear.reference import rounded
 from megatron_hybrid.kernels.protocols import Inputs, Reader
 
@@ -22,6 +22,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "relu2": relu2,
     "gelu": gelu,  # the exact one, with erf
+    "gelu_tanh": gelu_tanh,
     "sigmoid": sigmoid,
     "none": torch.clone,
 }

@@ -81,6 +81,9 @@ def apply_activation(values, ACTIVATION: tl.constexpr):
         values = values * values
     elif ACTIVATION == "gelu":
         values = 0.5 * values * (1 + tl.erf(values * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        inner = 1.5957691216057308 * (values + 0.044715 * values * values * values)
+        values = values * tl.sigmoid(inner)
     elif ACTIVATION == "sigmoid":
         values = tl.sigmoid(values)
     elif ACTIVATION == "silu":

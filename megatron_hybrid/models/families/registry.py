@@ -19,6 +19,7 @@ from megatron_hybrid.models.families.minimax import MiniMax
 from megatron_hybrid.models.families.nemotron_h import NemotronH
 from megatron_hybrid.models.families.olmo_hybrid import OlmoHybrid
 from megatron_hybrid.models.families.qwen3_next import Qwen3Next, Qwen35
+from megatron_hybrid.models.families.recurrent_gemma import RecurrentGemma
 from megatron_hybrid.models.families.rwkv import Rwkv
 from megatron_hybrid.models.families.text_part import USUAL_NAMES, TextPart
 from megatron_hybrid.models.families.zamba import Zamba
@@ -42,6 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     Lfm2(),
     KimiLinear(),
     BailingHybrid(),
+    RecurrentGemma(),
     Rwkv(),
     Llama(),
     Qwen3(),
