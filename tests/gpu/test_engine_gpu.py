@@ -10,6 +10,8 @@ import torch
 
 from megatron_hybrid import LLM, SamplingParams
 from megatron_hybrid.cache.geometry import GIB
+from megatron_hybrid.models.checkpoints.folder import ModelFolder
+from megatron_hybrid.models.config import IN_PLAIN_TORCH
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 pytestmark = [
@@ -71,10 +73,11 @@ def test_tokens_are_those_of_the_reference(tiny: Path, expected: list[list[int]]
     assert sum(output.cached_tokens for output in warm) > 0
     llm.engine.check_integrity()
     replayed = llm.engine.runner.replayed  # type: ignore[attr-defined]
-    assert (replayed["decode"] == 0) == (way in ("no graphs", "reference kernels"))
-    if way == "graphs":
+    captures = may_capture(tiny)
+    assert (replayed["decode"] > 0) == (captures and way not in ("no graphs", "reference kernels"))
+    if way == "graphs" and captures:
         assert replayed["mixed"] > 0
-    if way in ("graphs of decodes", "no graphs", "reference kernels"):
+    if way in ("graphs of decodes", "no graphs", "reference kernels") or not captures:
         assert replayed["mixed"] == 0
 
 
@@ -98,6 +101,11 @@ def test_preempted_requests_give_the_tokens_of_the_reference(tiny: Path) -> None
     assert found == [output.token_ids for output in plain.generate(prompts(), params)]
     assert llm.stats()["preemptions"] > 0
     llm.engine.check_integrity()
+
+
+def may_capture(folder: Path) -> bool:
+    """Not with recurrences in plain torch alone."""
+    return not set(ModelFolder.open(folder).config.pattern) & IN_PLAIN_TORCH
 
 
 def serve(llm: LLM, waves: dict[int, list[list[int]]], params: SamplingParams) -> list[list[int]]:
@@ -142,7 +150,8 @@ def test_prompts_arrive_among_decodes(tiny: Path) -> None:
     plain = LLM(str(tiny), device="cpu", **OPTIONS)  # type: ignore[arg-type]
     assert found[0] == serve(plain, waves, params)
     assert found[4] == found[0] and found[16] == found[0]
-    assert counts[0]["mixed"] == 0 < counts[4]["mixed"] < counts[16]["mixed"]
+    if may_capture(tiny):
+        assert counts[0]["mixed"] == 0 < counts[4]["mixed"] < counts[16]["mixed"]
 
 
 def test_mixed_graphs_on_the_fast_attention_kernels(tmp_path: Path) -> None:
