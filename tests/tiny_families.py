@@ -302,6 +302,11 @@ TINY: dict[str, Tiny] = {
         {"num_hidden_layers": 4, "lru_width": 96, "intermediate_size": 192,
          "num_key_value_heads": 1, "attention_window_size": 2048, "tie_word_embeddings": True},
     ),
+    "xlstm": Tiny(
+        "xLSTM",
+        {"num_hidden_layers": 3, "num_heads": 4, "ffn_proj_factor": 1.5, "chunk_size": 16,
+         "autocast_kernel_dtype": "float32", "gate_soft_cap": 3.0},
+    ),
     "rwkv": Tiny(
         "Rwkv",
         {"num_hidden_layers": 3, "attention_hidden_size": 96, "intermediate_size": 112,

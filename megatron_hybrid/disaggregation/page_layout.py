@@ -283,7 +283,9 @@ def _recurrence(layer: RecurrentMixer) -> _Split:
     """Of the recurrence's state, and of its scales: their first dimension."""
     if isinstance(layer, LightningAttention):  # whose decays are no weights
         return _Split.of_weight(layer.weight_parts(), "norm.weight", each=layer.config.head_dim)
-    return _Split.of_weight(layer.weight_parts(), "A_log", "time_decay", "rg_lru.recurrent_param")
+    return _Split.of_weight(
+        layer.weight_parts(), "A_log", "time_decay", "rg_lru.recurrent_param", "igate_preact.weight"
+    )
 
 
 class _Move(NamedTuple):

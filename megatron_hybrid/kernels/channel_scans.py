@@ -1,4 +1,4 @@
-"""What recurrences are called with that have a few numbers for each channel, and no matrix."""
+"""What recurrences are called with that are in plain torch alone: Griffin's, RWKV's, xLSTM's."""
 
 from __future__ import annotations
 
@@ -53,4 +53,31 @@ class WKVConstants(NamedTuple):
 
     decay: Tensor  # [channels], negative: what a token's log weight loses with each later one
     bonus: Tensor  # [channels], of the log weight of the token itself
+    rounding_seed: int | None = None  # see RoundsStates
+
+
+class MLSTMTokens(NamedTuple):
+    """A row a token; rows may be strided."""
+
+    q: Tensor  # [T, heads, k_dim]
+    k: Tensor  # [T, heads, k_dim]
+    v: Tensor  # [T, heads, v_dim]
+    i: Tensor  # [T, heads], the input gate: the log of a token's weight
+    f: Tensor  # [T, heads], the forget gate before the sigmoid
+
+    @property
+    def like(self) -> Tensor:
+        """The output's shape and dtype."""
+        return self.v
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """What goes into the state, and a ring keeps of a token."""
+        return self.k, self.v, self.i, self.f
+
+
+class MLSTMConstants(NamedTuple):
+    """Of one layer."""
+
+    eps: float  # in the denominator
     rounding_seed: int | None = None  # see RoundsStates

@@ -21,6 +21,8 @@ from megatron_hybrid.kernels import protocols as kinds
 from megatron_hybrid.kernels.activation import reference as activation
 from megatron_hybrid.kernels.causal_conv1d import reference as conv
 from megatron_hybrid.kernels.channel_scans import (
+    MLSTMConstants,
+    MLSTMTokens,
     RGLRUConstants,
     RGLRUTokens,
     WKVConstants,
@@ -41,6 +43,7 @@ from megatron_hybrid.kernels.lora import whole_tiles as lora_by_tiles
 from megatron_hybrid.kernels.lora.protocol import Lora, StepAdapters
 from megatron_hybrid.kernels.mamba1_scan import reference as mamba1_scan
 from megatron_hybrid.kernels.mamba2_scan import reference as mamba2_scan
+from megatron_hybrid.kernels.mlstm import reference as mlstm
 from megatron_hybrid.kernels.norm import reference as norm
 from megatron_hybrid.kernels.packed_states import reference as packing
 from megatron_hybrid.kernels.paged_attention import by_key_tiles
@@ -97,6 +100,7 @@ class KernelSet:
     # In plain torch alone: models with them run on the reference's kernels everywhere.
     rg_lru: Scan[RGLRUTokens, RGLRUConstants] = rg_lru
     wkv: Scan[WKVTokens, WKVConstants] = wkv
+    mlstm: Scan[MLSTMTokens, MLSTMConstants] = mlstm
     # What a step's adapters add to the linear layers, which find it here; None: nothing.
     adapters: StepAdapters | None = None
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.channel_scans import RGLRUTokens, WKVTokens
+from megatron_hybrid.kernels.channel_scans import MLSTMTokens, RGLRUTokens, WKVTokens
 from megatron_hybrid.kernels.contract import (
     AttentionShape,
     DecodeRuns,
@@ -147,9 +147,9 @@ class RoundsStates(Protocol):
 
 
 # The tokens of any scan, and a function's that gives or takes those of one.
-ScanTokens = Mamba1Tokens | Mamba2Tokens | DeltaRuleTokens | RGLRUTokens | WKVTokens
+ScanTokens = Mamba1Tokens | Mamba2Tokens | DeltaRuleTokens | RGLRUTokens | WKVTokens | MLSTMTokens
 AScansTokens = TypeVar(
-    "AScansTokens", Mamba1Tokens, Mamba2Tokens, DeltaRuleTokens, RGLRUTokens, WKVTokens
+    "AScansTokens", Mamba1Tokens, Mamba2Tokens, DeltaRuleTokens, RGLRUTokens, WKVTokens, MLSTMTokens
 )
 
 Tokens = TypeVar("Tokens", contravariant=True)

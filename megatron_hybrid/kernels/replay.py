@@ -26,6 +26,7 @@ from megatron_hybrid.kernels.contract import DecodeRuns, PrefillSegments
 from megatron_hybrid.kernels.gated_delta_rule import reference as gated_delta_rule
 from megatron_hybrid.kernels.mamba1_scan import reference as mamba1_scan
 from megatron_hybrid.kernels.mamba2_scan import reference as mamba2_scan
+from megatron_hybrid.kernels.mlstm import reference as mlstm
 from megatron_hybrid.kernels.protocols import AScansTokens, ConvConstants, Gates, Rings
 from megatron_hybrid.kernels.replay_protocol import Replays
 from megatron_hybrid.kernels.rg_lru import reference as rg_lru
@@ -242,4 +243,5 @@ TORCH_REPLAYS = Replays(
     chunk=_CHUNK,
     rg_lru=TorchReplay(rg_lru.scan),
     wkv=TorchReplay(wkv.scan),
+    mlstm=TorchReplay(mlstm.scan),
 )

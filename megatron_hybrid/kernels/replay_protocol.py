@@ -14,6 +14,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from megatron_hybrid.kernels.channel_scans import (
+    MLSTMConstants,
+    MLSTMTokens,
     RGLRUConstants,
     RGLRUTokens,
     WKVConstants,
@@ -96,3 +98,4 @@ class Replays(NamedTuple):
     chunk: int
     rg_lru: Replay[RGLRUTokens, RGLRUConstants, Rings] | None = None  # None: on a GPU
     wkv: Replay[WKVTokens, WKVConstants, Rings] | None = None
+    mlstm: Replay[MLSTMTokens, MLSTMConstants, Rings] | None = None

@@ -36,14 +36,15 @@ _DTYPES = {
 MAMBA, ATTENTION, DENSE_MLP, EXPERTS, GATED_DELTA_NET = "M", "*", "-", "E", "G"
 MAMBA1, SHORT_CONV, SIDE_BY_SIDE, SHARED_TRANSFORMER = "S", "C", "H", "Z"
 LATENT_ATTENTION, KIMI_DELTA_ATTENTION, LIGHTNING_ATTENTION = "A", "K", "N"
-# RWKV's mixing of time and of channels; Griffin's recurrent unit.
-TIME_MIX, CHANNEL_MIX, RG_LRU = "W", "F", "R"
-# Whose kernels are in plain torch alone.
-IN_PLAIN_TORCH = frozenset({TIME_MIX, CHANNEL_MIX, RG_LRU})
+# RWKV's mixing of time and of channels; Griffin's recurrent unit; xLSTM's cell.
+TIME_MIX, CHANNEL_MIX, RG_LRU, MLSTM = "W", "F", "R", "X"
+# Whose kernels are in plain torch alone; and of these whose states hold exponents.
+IN_PLAIN_TORCH = frozenset({TIME_MIX, CHANNEL_MIX, RG_LRU, MLSTM})
+WITH_EXPONENTS = frozenset({TIME_MIX, MLSTM})
 # Whose scans are computed chunk by chunk.
 CHUNKED = frozenset(
     {MAMBA, GATED_DELTA_NET, KIMI_DELTA_ATTENTION, LIGHTNING_ATTENTION, SIDE_BY_SIDE}
-    | {SHARED_TRANSFORMER, TIME_MIX, RG_LRU}
+    | {SHARED_TRANSFORMER, TIME_MIX, RG_LRU, MLSTM}
 )
 
 
@@ -98,7 +99,7 @@ class HybridModelConfig:
         G  gated delta net     E  mixture of experts       transformer block adds to
         C  short convolution   A  latent attention      W  RWKV's time mixing
         N  lightning attention K  Kimi delta attention  F  RWKV's channel mixing
-        R  real-gated linear recurrent unit
+        R  real-gated linear recurrent unit             X  mLSTM
 
     Every block is x + residual_multiplier * mixer(norm(x)), or as its BlockForm says. The
     description of a kind of block is None when the pattern has none of it; `others` has those of

@@ -28,7 +28,7 @@ KINDS = {
     "mamba2": ("nemotron_h", "nemotron_h_moe", "bamba", "granite_moe_hybrid", "mamba2"),
     "blocks": ("falcon_h1", "zamba2", "in_flight", "recurrent_only", "llama", "qwen3"),
     "mamba1": ("zamba", "mamba", "falcon_mamba", "jamba", "lfm2", "lfm2_moe"),
-    "plain_torch": ("recurrent_gemma", "rwkv"),
+    "plain_torch": ("recurrent_gemma", "rwkv", "xlstm"),
     "gated_delta_net": ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"),
     "latent": ("kimi_linear", "bailing_hybrid"),
     "lightning": ("minimax", "bailing_moe_linear", "bailing_moe_v2_5"),

@@ -36,6 +36,20 @@ def test_on_a_gpu_they_run_on_the_references_kernels_and_say_so(
     assert kernels_for(config, ModelFolder.open(tmp_path).config, GPU) == "auto"
 
 
+def test_so_do_models_with_wide_heads_of_attention(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Zamba-7B's have 464 numbers."""
+    shape = Path(__file__).parents[2] / "configs" / "models" / "zamba-7b"
+    config, model = EngineConfig(load=str(shape)), ModelFolder.open(shape).config
+    with caplog.at_level(logging.WARNING):
+        assert kernels_for(config, model, CPU) == "auto"
+        assert kernels_for(config, model, GPU) == "reference"
+    assert "attention heads of 464 numbers, more than 256" in caplog.text
+    make_tiny_model("zamba", tmp_path)
+    assert kernels_for(config, ModelFolder.open(tmp_path).config, GPU) == "auto"
+
+
 def test_kernels_of_libraries_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"--kernels is libraries, but the model \(rwkv\)"):
         LLM(str(folder), kernels="libraries")

@@ -19,6 +19,7 @@ from tests.kernels import (
     test_gated_delta_rule,
     test_mamba1_scan,
     test_mamba2_scan,
+    test_mlstm,
     test_rg_lru,
     test_wkv,
 )
@@ -46,6 +47,7 @@ SCANS = {
         replay.TORCH_REPLAYS.gated_delta_rule,
     ),
     "rg_lru": (test_rg_lru, (test_rg_lru.CHANNELS,), replay.TORCH_REPLAYS.rg_lru),
+    "mlstm": (test_mlstm, test_mlstm.SHAPE, replay.TORCH_REPLAYS.mlstm),
     "wkv": (test_wkv, (test_wkv.CHANNELS, 2), replay.TORCH_REPLAYS.wkv),
 }
 Part = DecodeRuns | PrefillSegments

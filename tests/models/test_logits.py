@@ -216,6 +216,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "lru_width": None,
         },
     ),
+    "xlstm of other sizes, with low caps": (
+        "xlstm",
+        {
+            "num_heads": 2,
+            "qk_dim_factor": 1.0,
+            "v_dim_factor": 2.0,
+            "gate_soft_cap": 15.0,
+            "output_logit_soft_cap": 3.0,
+            "eps": 1e-3,
+        },
+    ),
+    "rwkv of one size": ("rwkv", {"attention_hidden_size": None, "intermediate_size": None}),
     "mamba with biases, without a bias of the convolution": (
         "mamba",
         {

@@ -51,6 +51,7 @@ PARAMETERS = {
     "ring-mini-linear-2.0": (16.42, "16.4 B in the report, arXiv 2510.19338"),
     "recurrentgemma-9b": (8.58, "9 B in the model card; 8.58 in transformers' class"),
     "rwkv-4-7b": (7.39, "7 B in the model card; 7.39 in transformers' class"),
+    "xlstm-7b": (6.87, "model card"),
     "zamba-7b": (7.23, "7 B in the model card; 7.23 in transformers' class"),
     "zamba2-2.7b": (2.66, "2.7 B in the model card; 2.66 in transformers' class"),
 }

@@ -29,6 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba2": ("zamba2", {}),
     "zamba": ("zamba", {}),
     "rwkv": ("rwkv", {}),
+    "xlstm": ("xlstm", {}),
     "recurrent_gemma": ("recurrent_gemma", {}),
     "mamba": ("mamba", {"use_bias": True}),
     "falcon_mamba": ("falcon_mamba", {}),

@@ -19,7 +19,7 @@ from tests.engine.bits import OPTIONS
 from tests.thorough import A_THIRD, EVERYTHING, usually
 from tests.tiny_models import IN_TRANSFORMERS, make_tiny_model, split_convolutions
 
-REFUSED = ("recurrent_gemma", "rwkv")  # whose recurrences have no formulas for gradients
+REFUSED = ("recurrent_gemma", "rwkv", "xlstm")  # whose recurrences have no formulas for gradients
 SOME = ("nemotron_h_moe", "jamba", "qwen3_next", "zamba2", "bailing_hybrid")
 LENGTHS = (1, 5, 16, 40, 150)
 SOME_LENGTHS = usually((1, 16, 40, 90), LENGTHS)

@@ -26,7 +26,7 @@ _LAYERS = {
     SIDE_BY_SIDE: "attention and Mamba2 side by side",
     SHARED_TRANSFORMER: "transformer blocks that layers share",
     LIGHTNING_ATTENTION: "lightning attention",
-    **dict.fromkeys(sorted(IN_PLAIN_TORCH), "layers of RWKV or Griffin"),
+    **dict.fromkeys(sorted(IN_PLAIN_TORCH), "layers of RWKV, Griffin or xLSTM"),
 }
 _MAMBA_NORM_EPS = 1e-5  # of the norm inside MambaMixer, not to be set there
 

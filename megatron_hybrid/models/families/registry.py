@@ -22,6 +22,7 @@ from megatron_hybrid.models.families.qwen3_next import Qwen3Next, Qwen35
 from megatron_hybrid.models.families.recurrent_gemma import RecurrentGemma
 from megatron_hybrid.models.families.rwkv import Rwkv
 from megatron_hybrid.models.families.text_part import USUAL_NAMES, TextPart
+from megatron_hybrid.models.families.xlstm import XLSTM
 from megatron_hybrid.models.families.zamba import Zamba
 from megatron_hybrid.models.families.zamba2 import Zamba2
 
@@ -45,6 +46,7 @@ FAMILIES: tuple[Family, ...] = (
     BailingHybrid(),
     RecurrentGemma(),
     Rwkv(),
+    XLSTM(),
     Llama(),
     Qwen3(),
 )

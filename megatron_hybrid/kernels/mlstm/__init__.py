@@ -1,0 +1,1 @@
+"""The mLSTM of xLSTM."""
