@@ -19,6 +19,7 @@ class Tiny(NamedTuple):
     chunk: str | None = None
     text: bool = False
     source: Any = transformers  # where the classes are
+    tied_scale: float = 0.1  # of an embedding that is the head, too
 
 
 _BAMBA_MAMBA: dict[str, Any] = {
@@ -223,6 +224,7 @@ TINY: dict[str, Tiny] = {
             "num_key_value_heads": 4,
             "tie_word_embeddings": True,
         },
+        tied_scale=0.01,
     ),
     "mamba": Tiny("Mamba", {"num_hidden_layers": 3, "state_size": 16}),
     "falcon_mamba": Tiny("FalconMamba", {"num_hidden_layers": 3, "state_size": 16}),
@@ -300,7 +302,7 @@ TINY: dict[str, Tiny] = {
     "recurrent_gemma": Tiny(
         "RecurrentGemma",
         {"num_hidden_layers": 4, "lru_width": 96, "intermediate_size": 192,
-         "num_key_value_heads": 1, "attention_window_size": 2048, "tie_word_embeddings": True},
+         "num_key_value_heads": 1, "attention_window_size": 2048},
     ),
     "xlstm": Tiny(
         "xLSTM",

@@ -52,7 +52,7 @@ def make_tiny_model(
         for name, parameter in model.named_parameters():
             drawn = draw(name, parameter, generator)
             if "embed" in name and model.config.tie_word_embeddings:
-                drawn *= 0.1  # or the likeliest token were always the last one again
+                drawn *= tiny.tied_scale  # or the likeliest token were always the last one again
             parameter.copy_(drawn)
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):

@@ -23,6 +23,7 @@ from megatron_hybrid.layers import inputs
 from megatron_hybrid.layers.attention import Attention
 from megatron_hybrid.layers.inputs import LayerCaches, StateSpec, allocate_caches
 from megatron_hybrid.layers.lightning_attention import LightningAttention
+from megatron_hybrid.layers.mlstm import MLSTM
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import initialize
@@ -127,8 +128,9 @@ def _rows_by_weights(model: HybridModel) -> dict[tuple[int, str], Tensor]:
             if any(part.role.startswith("conv") for part in layer.weight_parts()):
                 found[index, "conv"] = layer.conv_weight[:, 0].long()
             names = [n for n in ("A_log", "time_decay", "recurrent_param") if hasattr(layer, n)]
-            if names:
-                weight = getattr(layer, names[0])
+            if names or isinstance(layer, MLSTM):
+                gates = layer.gates.weight[: layer.heads] if isinstance(layer, MLSTM) else None
+                weight = getattr(layer, names[0]) if gates is None else gates
                 rows = weight.view(len(weight), -1)[:, 0].long()
                 found |= {(index, name): rows for name in ("ssm", "values", "scales")}
             elif isinstance(layer, LightningAttention):
@@ -166,8 +168,10 @@ def _random_bits(like: Tensor) -> Tensor:
 
 
 def _select(whole: Tensor, axis: int, rows: Tensor) -> Tensor:
-    if not whole.numel() or axis == whole.ndim - 1:
+    if not whole.numel():
         return whole
+    if axis == whole.ndim - 1:
+        return whole.index_select(axis, rows)
     return whole.view(torch.uint8).index_select(axis, rows).view(whole.dtype)
 
 

@@ -214,6 +214,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_activation": "silu",
             "conv1d_width": 3,
             "lru_width": None,
+            "tie_word_embeddings": True,
         },
     ),
     "xlstm of other sizes, with low caps": (
