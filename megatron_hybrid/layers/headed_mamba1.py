@@ -77,12 +77,12 @@ class HeadedMamba1(RecurrentMixer):
         super().after_loading()
         self.derive("A", -self.A_log.exp())
 
-    def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
+    def forward(self, inputs: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; reads and writes the sequences' states."""
         kernels = plans.kernels
-        projected = self.in_proj(x, kernels).unflatten(1, (-1, 2))
-        x, z = projected.movedim(2, 0).contiguous().unbind()
-        x, seed = self.convolve(x, plans), self.rounding_seed(plans)
+        projected = self.in_proj(inputs, kernels).unflatten(1, (-1, 2))
+        convolved, z = projected.movedim(2, 0).contiguous().unbind()
+        x, seed = self.convolve(convolved, plans), self.rounding_seed(plans)
         y = torch.empty_like(x)
         for head in range(self.heads):
             own = slice(head * self.channels, (head + 1) * self.channels)

@@ -253,8 +253,9 @@ class BlockBuilder:
             post_norm = self.norm() if form.post_norm else None
             kind = MoEBlock if isinstance(mixer, MoE) else Block
             if index == 0 and config.embedding_norm:
-                block = FirstBlock(self.norm(), mixer, ranks, entering)
-                block.embedding_norm = self.norm()
+                entry = FirstBlock(self.norm(), mixer, ranks, entering)
+                entry.embedding_norm = self.norm()
+                block: Block = entry
             else:
                 block = kind(norm, mixer, ranks, entering, post_norm, form.from_norm)
             allocate_linears(block.weight_parts(), partial(self.formats, index))
