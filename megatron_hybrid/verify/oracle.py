@@ -21,7 +21,7 @@ from megatron_hybrid.verify.dequantized import Weight
 
 Sequences = Sequence[tuple[int, ...]]
 SHORT_CHUNK = 16  # of Mamba2: transformers' own code takes memory in proportion
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d+)\.")
 
 
 class OracleUnavailable(Exception):
@@ -159,6 +159,8 @@ def _empty_model(folder: str, dtype: torch.dtype) -> Any:
             for name in ("chunk_size", "mamba_chunk_size"):
                 if isinstance(getattr(one, name, None), int):
                     setattr(one, name, min(getattr(one, name), SHORT_CHUNK))
+            if hasattr(one, "rescale_every"):  # of RWKV, which halves its weights when first asked
+                one.rescale_every = 0
         with _parameters_without_memory():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         with contextlib.suppress(Exception):  # each expert by itself, where there are any
@@ -181,7 +183,8 @@ def _check_gated_norms(model: Any) -> None:
 
 
 def _decoder_layers(model: Any) -> Sequence[nn.Module]:
-    layers: Sequence[nn.Module] = getattr(model, model.base_model_prefix).layers
+    inner = getattr(model, model.base_model_prefix)
+    layers: Sequence[nn.Module] = getattr(inner, "layers", None) or inner.blocks
     return layers
 
 
