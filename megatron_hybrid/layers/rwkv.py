@@ -95,7 +95,8 @@ class TimeMix(_Shifting):
         rank, total = self.parallel.rank, self.total
         yield from self._mix_parts()
         for name in self.mixes:
-            rows = [Rows(name, self.channels, rank * self.channels, total)]
+            role = "time_key" if name == "key" else name  # not ChannelMix's: it is an exponent
+            rows = [Rows(role, self.channels, rank * self.channels, total)]
             yield from fused(rows, getattr(self, name))
         yield from row_parallel("output", self.output)
         yield shard("time_decay", self.time_decay, 0, rank, total)

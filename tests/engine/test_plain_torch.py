@@ -73,6 +73,18 @@ def test_states_with_exponents_are_not_rounded(folder: Path, options: dict[str, 
         LLM(str(folder), **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("family", "plain"), [("rwkv", "key"), ("xlstm", "gates")])
+def test_exponents_come_from_weights_that_are_not_rounded(
+    family: str, plain: str, tmp_path: Path
+) -> None:
+    make_tiny_model(family, tmp_path)
+    model = LLM(str(tmp_path), quantization="fp8").engine.runner._model  # type: ignore[attr-defined]
+    first, second = model.blocks[0].mixer, model.blocks[1].mixer
+    assert getattr(first, plain).is_plain
+    others = [first.value, second.key] if family == "rwkv" else [first.in_proj, second.up_proj]
+    assert not any(layer.is_plain for layer in others)
+
+
 def test_states_of_the_host_are_not_rounded(folder: Path) -> None:
     config = EngineConfig(load=str(folder), prefix_caching_host_states_dtype="int8")
     with pytest.raises(ConfigurationError, match="--prefix-caching-host-states-dtype is int8"):

@@ -100,8 +100,12 @@ ON_THE_FLY = {
     "fp8": WeightFormat("float8_e4m3fn", activations="token"),
     "fp8_block": WeightFormat("float8_e4m3fn", 128, 128, activations="group"),
 }
-# What stays as it is: the vocabulary's, and what step sizes and gates of recurrences come from.
-NEVER_ROUNDED = re.compile(r"lm_head|embedding|mixer\.(in_proj_(a|b|ba)|x_proj|dt_proj)\.weight")
+# What stays as it is: the vocabulary's, and what step sizes, gates and exponents of recurrences come
+# from.
+NEVER_ROUNDED = re.compile(
+    r"lm_head|embedding"
+    r"|mixer\.(in_proj_(a|b|ba)|x_proj|dt_proj|time_key|[if]gate_preact)\.weight"
+)
 
 
 def formats_of(

@@ -44,5 +44,5 @@ class Rwkv(Family):
         kind, _, name = role.partition(".")
         if kind == "mixer":
             mixer = "feed_forward" if second else "attention"
-            return [Location(f"{layer}.{mixer}.{name}")]
+            return [Location(f"{layer}.{mixer}.{name.replace('time_key.', 'key.')}")]
         return [Location(f"{layer}.{_NORMS[kind][second]}.{name}")]
