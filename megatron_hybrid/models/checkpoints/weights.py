@@ -100,7 +100,7 @@ ON_THE_FLY = {
     "fp8": WeightFormat("float8_e4m3fn", activations="token"),
     "fp8_block": WeightFormat("float8_e4m3fn", 128, 128, activations="group"),
 }
-# What stays as it is: the vocabulary's, and what step sizes, gates and exponents of recurrences come
+# What stays as it is: the vocabulary's, and what recurrences' step sizes, gates and exponents come
 # from.
 NEVER_ROUNDED = re.compile(
     r"lm_head|embedding"
