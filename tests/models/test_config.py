@@ -161,6 +161,11 @@ def test_nemotron_options_that_are_refused(
         ("jamba", {"sliding_window": 128}, "sliding_window = 128"),
         ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("recurrent_gemma", {"hidden_activation": "relu"}, "hidden_activation = 'relu'"),
+        (
+            "recurrent_gemma",
+            {"embeddings_scale_by_sqrt_dim": False},
+            "embeddings_scale_by_sqrt_dim = False",
+        ),
         ("recurrent_gemma", {"block_types": ["mamba"]}, "type 'mamba'"),
         ("recurrent_gemma", {"lru_width": 90}, "num_attention_heads = 4 .* not divide lru_width"),
         ("xlstm", {"weight_mode": "fused"}, "weight_mode = 'fused'"),

@@ -31,6 +31,7 @@ class RecurrentGemma(TwoBlockFamily):
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
         raw.refuse_unless("hidden_activation", *_ACTIVATIONS)
+        raw.refuse_unless("embeddings_scale_by_sqrt_dim", True)
         hidden, heads = raw.whole("hidden_size"), raw.whole("num_attention_heads", default=10)
         activation = _ACTIVATIONS[raw.get("hidden_activation", default="gelu_pytorch_tanh")]
         channels = raw.whole("lru_width", default=hidden)
