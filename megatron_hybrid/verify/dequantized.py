@@ -23,6 +23,8 @@ from megatron_hybrid.models.checkpoints.quantized_weights import (
 from megatron_hybrid.models.checkpoints.weight_source import FolderSource
 from megatron_hybrid.models.config import EXPERTS, HybridModelConfig
 from megatron_hybrid.models.families.family import GATED, Location
+from megatron_hybrid.models.families.registry import family_of
+from megatron_hybrid.models.families.text_part import TextPart
 
 # What the tensor with a weight's numbers is called behind the layer's name. Of stacked experts the
 # tensor has the layer's name itself.
@@ -59,14 +61,17 @@ class Weight:
 
 def weights_of(source: FolderSource) -> dict[str, Weight]:
     """All weights of a folder, by the names that they have in it or, if it is quantised, would have
-    without. What the model's family has no use for (other heads, vision) is left out."""
+    without; of a text part those of the text alone. What the model's family has no use for (other
+    heads, vision) is left out."""
     found, used = dict[str, Weight](), set[str]()
+    is_text_part = isinstance(family_of(source.config.model_type), TextPart)
     for weight, names in _quantized(source):
         found[weight.name] = weight
         used |= names
     for name, own in source.names.items():
         if name not in used and not is_kv_scale(name) and not source.ignores(name):
-            found[own] = Weight(own, math.prod(source.shape(name)), _reader(source, name))
+            label = name if is_text_part else own
+            found[label] = Weight(label, math.prod(source.shape(name)), _reader(source, name))
     for name, experts in _single_experts(source, found).items():
         for one in experts:
             del found[one.name]

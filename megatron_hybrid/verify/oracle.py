@@ -152,7 +152,7 @@ def _empty_model(folder: str, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     with _quiet():
-        config = _config(folder)
+        config = _text_config(folder)
         for one in (config, config.get_text_config()):
             with contextlib.suppress(AttributeError):
                 del one.quantization_config
@@ -198,6 +198,15 @@ def _config(folder: str) -> Any:
 
     # Code that comes with a folder is not run, and nobody is asked whether it may be.
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _text_config(folder: str) -> Any:
+    """Of a model that also sees or hears the text part's, which is a model of its own."""
+    whole = _config(folder)
+    text = whole.get_text_config()
+    if text is not whole and hasattr(whole, "tie_word_embeddings"):
+        text.tie_word_embeddings = whole.tie_word_embeddings
+    return text
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from megatron_hybrid.models.checkpoints.weights import ON_THE_FLY
 from megatron_hybrid.verify.dequantized import Weight, formats_by_layer, weights_of
 from megatron_hybrid.verify.oracle import Oracle, OracleUnavailable, ties_layers
 from megatron_hybrid.verify.rounding import Roundings
+from tests.models.test_text_parts import make_whole
 from tests.quantized_folders import FORMATS, write
 from tests.thorough import usually
 from tests.tiny_models import FAMILIES, make_tiny_model
@@ -59,6 +60,16 @@ def test_whole_and_layer_by_layer_it_is_transformers(family: str, tmp_path: Path
     assert_same(ours(tmp_path, by_layer=False), expected)
     if not ties_layers(str(tmp_path)):
         assert_same(ours(tmp_path, by_layer=True), expected)
+
+
+@pytest.mark.parametrize("kind", ["lfm2_vl", "nemotron_h_omni", "qwen3_5", "granite_speech"])
+def test_of_a_model_that_sees_it_is_the_text_part(kind: str, tmp_path: Path) -> None:
+    model = make_whole(kind, tmp_path)
+    with torch.no_grad():
+        logits = [model(input_ids=torch.tensor([o]), use_cache=False).logits[0] for o in SEQUENCES]
+    expected = [torch.log_softmax(one.float(), -1) for one in logits]
+    assert_same(ours(tmp_path, by_layer=False), expected)
+    assert_same(ours(tmp_path, by_layer=True), expected)
 
 
 @pytest.mark.parametrize(("family", "format"), usually(SOME, EVERY))

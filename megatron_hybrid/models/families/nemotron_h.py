@@ -132,6 +132,6 @@ class NemotronH(Family):
             number, count = int(expert[1]), config.moe.num_experts
             stacked = f"{layer}.mixer.experts"
             places.append(Location(f"{stacked}.{expert[2]}", number, count))
-            nemo = f"{stacked}.{_NEMO_EXPERTS[expert[2]]}"
-            places.append(Location(nemo, number, count, transposed=True))
+            if (nemo := _NEMO_EXPERTS.get(expert[2])) is not None:
+                places.append(Location(f"{stacked}.{nemo}", number, count, transposed=True))
         return places
