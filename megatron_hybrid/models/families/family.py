@@ -20,8 +20,8 @@ ROTARY_TABLE = r"rotary_emb\.inv_freq$"
 class Location:
     """Where a weight is in a checkpoint: tensor `name`, there row `index` of `stacked` if several
     experts are stacked, there the `part`-th of `parts` equal pieces if several are concatenated;
-    or, if the pieces differ, its rows from `first` on of `total`. `transposed`: [columns, rows] there,
-    and the pieces side by side."""
+    or, if the pieces differ, its rows from `first` on of `total`. `transposed`: [columns, rows]
+    there, and the pieces side by side."""
 
     name: str
     index: int | None = None
