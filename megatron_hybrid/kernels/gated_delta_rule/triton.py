@@ -13,7 +13,9 @@ one head:
 S, d and what is between them stay in registers: they are products' left sides.
 
 q, k and v go into the products as they come. The lengths of q and k and the decays are factors of
-rows and columns: they go into the [tile, tile] matrices, or into products' results.
+rows and columns: they go into the [tile, tile] matrices, or into products' results. Of Kimi delta
+attention (KDA) each channel has another decay, so q and k are scaled before, and rounded once more
+(triton_prepare_channels.py).
 
 Kernel chunks lie on the grid of the sequence's positions, and tiles in chunks, so a state on the
 grid comes from the same operations however the prefill was cut, and whatever lies beside it.
@@ -201,7 +203,7 @@ def _tiling(v: Tensor, longest: int, by_channel: bool) -> Tiling:
     # soon as it has issued them. A short sequence has few tiles: there other programs on the same
     # processor hide it, for which memory is left.
     stages = 3 if longest > 128 else 1
-    if by_channel:
+    if by_channel:  # a tile of 64 would leave no memory for three stages
         return Tiling(32, rows_of(v_dim, 64), walk_warps=4, walk_stages=stages)
     return Tiling(64, rows_of(v_dim, 64), walk_warps=4, walk_stages=stages)
 
