@@ -299,6 +299,18 @@ TINY: dict[str, Tiny] = {
     "lfm2_moe": Tiny(
         "Lfm2Moe", _SHORT_CONV | _EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.5}
     ),
+    "lfm3": Tiny(
+        "Lfm3",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": [
+                "conv", "sliding_attention", "full_attention", "sliding_attention", "conv",
+            ],
+            "intermediate_size": 96,
+            "head_dim": 16,
+            "sliding_window": 21,
+        },
+    ),
     "recurrent_gemma": Tiny(
         "RecurrentGemma",
         {"num_hidden_layers": 4, "lru_width": 96, "intermediate_size": 192,

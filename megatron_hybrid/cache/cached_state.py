@@ -38,6 +38,7 @@ class CachedState:
     group: tuple[str, int, int] = ("", 0, 0)  # of the reuse estimator
     # Where it is kept elsewhere, too: tokens that could be computed while it comes. 0: it is not.
     fetch_tokens: int = 0
+    window: tuple[int, ...] = ()  # blocks that layers with a sliding window read behind it
 
     def ancestor(self) -> CachedState | None:
         """The nearest state before it that is still cached; None at the sequence's beginning."""

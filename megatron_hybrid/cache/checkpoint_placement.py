@@ -91,7 +91,7 @@ class CheckpointPlacement:
         planned: dict[int, str] = {}
         if self.exact_ends and prompt_tokens % geometry.granule == 0:
             planned[prompt_tokens] = PROMPT_END
-        if not self._geometry.has_recurrent:  # KV alone can be found at any block
+        if not self._geometry.needs_state:  # KV alone can be found at any block
             return [PlannedCheckpoint(p, kind) for p, kind in planned.items() if p > skip]
         if self._geometry.has_attention and matched_tokens > skip:
             planned.setdefault(floor_grid(matched_tokens), DIVERGENCE)
@@ -116,8 +116,8 @@ class CheckpointPlacement:
         last state before them is; who leaves before the next grid position is served by that one.
         above: what this request has computed; positions up to there are past.
         """
-        anywhere = self.exact_ends and self._geometry.has_recurrent
-        if not self._geometry.has_recurrent:
+        anywhere = self.exact_ends and self._geometry.needs_state
+        if not self._geometry.needs_state:
             reached = above
         worth: dict[int, int] = {}
         for common, waiters in shared:

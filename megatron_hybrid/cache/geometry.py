@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 GIB = 2**30
 # Checkpoints that a step stores in the middle of prompts, at most, where cached states are packed:
 # each takes the memory of a live state until it is.
 STAGED_SLOTS = 8
+
+Position = TypeVar("Position", int, npt.NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,15 @@ class CacheGeometry:
     # Tokens: states are those after a multiple of it. 1: after any number. Above 1, in
     # batch-invariant mode, it is the kernel chunk.
     granule: int = 1
+    # Tokens that a token sees in layers with a sliding window, itself included; 0: no such layers.
+    # Their keys and values lie in window blocks of as many tokens as the others: see windows.py.
+    window: int = 0
+    num_window_blocks: int = 0
+    bytes_per_window_block: int = 0
+    # What is held of a window begins at a multiple of so many tokens, itself one of the block size.
+    # 0: the block size. In batch-invariant mode a tile of keys begins there.
+    window_alignment: int = 0
+    most_ahead: int = 1  # tokens behind its state for which a decode has places, its next included
 
     @property
     def bytes_per_slot(self) -> int:
@@ -43,18 +58,35 @@ class CacheGeometry:
 
     @property
     def bytes_per_cached_slot(self) -> int:
-        """The same of a cached state."""
+        """The same of a cached state, and the blocks of sliding windows that it keeps."""
         packed = self.bytes_per_packed_state
-        return self.bytes_per_slot if packed is None else packed + self.bytes_per_logits
+        own = self.bytes_per_slot if packed is None else packed + self.bytes_per_logits
+        return own + self.window_of_state * self.bytes_per_window_block
 
     @property
     def has_attention(self) -> bool:
-        """Whether there is any KV."""
+        """Whether there is any KV of all tokens."""
         return self.bytes_per_block > 0
 
     @property
+    def has_window(self) -> bool:
+        """Whether there is KV of the last tokens alone."""
+        return self.window > 0
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether there is any KV at all."""
+        return self.has_attention or self.has_window
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether a prefix can be gone on from only where a state is kept, of recurrent layers or
+        of sliding windows."""
+        return self.has_recurrent or self.has_window
+
+    @property
     def has_recurrent(self) -> bool:
-        """Whether there is any state."""
+        """Whether there is any state of recurrent layers."""
         return self.bytes_per_state > 0
 
     @property
@@ -81,7 +113,7 @@ class CacheGeometry:
     @property
     def num_slots(self) -> int:
         """Slots of the state pool, live and cached ones together."""
-        return self.num_cached_slots + (self.max_requests if self.has_recurrent else 0)
+        return self.num_cached_slots + (self.max_requests if self.needs_state else 0)
 
     def is_packed(self, slot: int) -> bool:
         """Whether the state in a slot is packed."""
@@ -90,7 +122,7 @@ class CacheGeometry:
     @property
     def smallest_reusable_prefix(self) -> int:
         """Tokens that prompts have to share to share anything, exact ends aside."""
-        return self.grid if self.has_recurrent else self.block_size
+        return self.grid if self.needs_state else self.block_size
 
     @property
     def longest_sequence(self) -> int | None:
@@ -102,12 +134,35 @@ class CacheGeometry:
         """The last position on the grid that is not behind this one."""
         return position - position % self.grid
 
-    def floor_granule(self, position: int) -> int:
+    def floor_granule(self, position: Position) -> Position:
         """The last position that a state can be of and that is not behind this one."""
         return position - position % self.granule
 
+    def first_in_window(self, position: Position) -> Position:
+        """The number of the first block of a sequence that is read from `position` on, or behind
+        the last state before it."""
+        seen = self.floor_granule(position) - self.window + 1
+        seen *= seen > 0
+        return (seen - seen % self._window_step) // self.block_size
+
+    @property
+    def window_quota(self) -> int:
+        """Window blocks that a request holds at most, beside those of a chunk of its prompt."""
+        tokens = self.window - 1 + self.granule - 1 + self.most_ahead  # from the first that is seen
+        return (tokens + self._window_step - 2) // self.block_size + 1
+
+    @property
+    def window_of_state(self) -> int:
+        """Window blocks that a cached state keeps at most."""
+        tokens = self.window - 1
+        return (tokens + self._window_step - 2) // self.block_size + 1 if tokens > 0 else 0
+
+    @property
+    def _window_step(self) -> int:
+        return self.window_alignment or self.block_size
+
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens; 0 in a model without attention."""
+        """Blocks that hold `tokens` tokens; 0 in a model without attention to all of them."""
         return -(-tokens // self.block_size) if self.has_attention else 0
 
 

@@ -52,14 +52,14 @@ class HybridCache:
     ) -> None:
         self.geometry = geometry
         # without room for a state, a hybrid request could never skip: keep nothing
-        self.enabled = enabled and (not geometry.has_recurrent or geometry.num_cached_slots > 0)
+        self.enabled = enabled and (not geometry.needs_state or geometry.num_cached_slots > 0)
         self.placement = (
             placement.CheckpointPlacement(geometry) if checkpoints is None else checkpoints
         )
         self._keeps_idle = policy != "ref_zero"
         queue = queue_of(policy) if queue is None else queue
         self.store = PrefixStore(geometry, queue, keeps_idle=self._keeps_idle)
-        self.kv, self.states = self.store.kv, self.store.states
+        self.kv, self.states, self.windows = self.store.kv, self.store.states, self.store.windows
         self.tier: Tier = NO_TIER  # what is told of all that others may find
         self.packing = Packing(geometry, self.states)
         self.checkpoints_published: Counter[str] = Counter()
@@ -112,13 +112,14 @@ class HybridCache:
                     f"The request needs {new_blocks} more KV blocks of {geometry.block_size} "
                     f"tokens; {max(0, available)} are available."
                 )
+        self.windows.check_room(match.skip)
         lost = self.store.lost_tokens(match, keys)  # before evictions for it blur the picture
         reads_slot = self.store.reads_state(match, length)
         read_slot = match.state.slot if match.state is not None and reads_slot else NULL_SLOT
         write_slot = NULL_SLOT
         if reads_slot:
             self.states.pin(read_slot)
-        if geometry.has_recurrent:
+        if geometry.needs_state:
             try:
                 write_slot = self.store.allocate_slot()
             except StatePoolExhausted:
@@ -145,6 +146,7 @@ class HybridCache:
             num_published=len(match.blocks),
             pinned=reads_slot,
         )
+        self.windows.admit(lease, match.state)
         if match.state is not None:
             self._go_on_from(lease, match.state)
             self._count_user(lease, match.state)
@@ -183,7 +185,7 @@ class HybridCache:
         step: list[StepCheckpoint] = []
         for position, kind in missing:
             has_logits = kind == placement.PROMPT_END
-            if not self.geometry.has_recurrent and not has_logits:
+            if not self.geometry.needs_state and not has_logits:
                 # KV needs no state to be found: who waits for it only has to know that it comes
                 step.append(StepCheckpoint(CachedState(b"", position, kind), NULL_SLOT))
                 continue
@@ -213,6 +215,7 @@ class HybridCache:
                 self.checkpoints_read[state.kind] += 1
             self.states.unpin(lease.read_slot, used=not lease.reads_own)
             lease.pinned = lease.reads_own = False
+            self.windows.state_was_read(lease)
         lease.read_slot = lease.write_slot
 
     def tail_was_copied(self, lease: Lease) -> None:
@@ -245,7 +248,7 @@ class HybridCache:
         Where states are packed the step wrote that one, which is copied.
         """
         packs = self.geometry.packs_states
-        swaps = at_end and self.geometry.has_recurrent and not packs
+        swaps = at_end and self.geometry.needs_state and not packs
         if not self.publishes(lease):
             if swaps:  # it is the request's only state
                 self.states.release(lease.write_slot)
@@ -276,7 +279,7 @@ class HybridCache:
         position = self.geometry.floor_granule(position)
         if not position or not self.publishes(lease) or not self.placement.keeps_end(position):
             return
-        if not self.geometry.has_recurrent:
+        if not self.geometry.needs_state:
             self.store.map_tail(lease.keys, lease.blocks, position)
             self.tier.was_published(lease.keys, position, None)
         elif self.geometry.packs_states:
@@ -295,9 +298,12 @@ class HybridCache:
 
     def pin(self, lease: Lease, position: int) -> Pin | None:
         """Keep the prefix of `position` tokens, which the lease has just published, from being
-        evicted; None if its state is gone."""
+        evicted; None if its state is gone, or there is no room for what would be held."""
         state = self.states.get(lease.keys.at(position))
-        if state is None and self.geometry.has_recurrent:
+        if state is None and self.geometry.needs_state:
+            return None
+        window = () if state is None else self.windows.pin(state)
+        if window is None:
             return None
         if state is not None:
             self.states.pin(state.slot)
@@ -306,7 +312,7 @@ class HybridCache:
         if tail is not None and tail.block:
             blocks = [*blocks, tail.block]
         self.kv.acquire(blocks)
-        return Pin(NULL_SLOT if state is None else state.slot, blocks)
+        return Pin(NULL_SLOT if state is None else state.slot, blocks, window)
 
     def release(self, lease: Lease) -> None:
         """Give back everything that the lease holds. What was published stays cached."""
@@ -317,6 +323,7 @@ class HybridCache:
         if lease.write_slot != NULL_SLOT:
             self.states.release(lease.write_slot)
             lease.write_slot = NULL_SLOT
+        self.windows.release(lease)
         self._leave(lease)
         self.store.release_blocks(lease.blocks)
         lease.blocks = []
@@ -358,8 +365,10 @@ class HybridCache:
     ) -> None:
         """Assert every invariant; between steps, with all running requests' leases, all pins and
         the slots of checkpoints that are reserved, the references too."""
-        held = (None, None, None) if leases is None else held_by(list(leases), list(pins), reserved)
+        leases, pins = None if leases is None else list(leases), list(pins)
+        held = (None, None, None) if leases is None else held_by(leases, pins, reserved)
         self.store.check_integrity(*held)
+        self.windows.check_integrity(self.states.cached(), leases, pins)
         assert self._keeps_idle or self.kv.num_cached == 0
 
     # ---------------------------------------------------------------- details
@@ -394,6 +403,7 @@ class HybridCache:
             last.runners -= 1  # the request goes on from the new state, which takes its place
         cached = self.store.map_state(lease.keys, lease.blocks, slot, state)
         if cached is state:
+            self.windows.keep(lease, state)
             self.checkpoints_published[state.kind] += 1
             self._follow(lease, state)
             self.tier.was_published(lease.keys, state.position, state)

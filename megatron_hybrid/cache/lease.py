@@ -50,6 +50,23 @@ class Pin(NamedTuple):
 
     slot: int
     blocks: list[int]
+    window: tuple[int, ...] = ()  # window blocks
+
+
+@dataclass(slots=True)
+class WindowTable:
+    """Blocks of layers with a sliding window that a request has: of its sequence those from number
+    `first` on. Only Windows changes it."""
+
+    first: int
+    blocks: list[int] = field(default_factory=list)
+    source: int = 0  # held beside them, until the state that it is kept with was read; 0: none
+    copy: TailCopy | None = None  # pending, from there
+
+    @property
+    def end(self) -> int:
+        """The number of the block behind the last one."""
+        return self.first + len(self.blocks)
 
 
 @dataclass(slots=True)
@@ -76,6 +93,7 @@ class Lease:
     reads_own: bool = False  # that holds what this request has left itself
     decode_state: CachedState | None = None  # its newest decode checkpoint
     used: list[CachedState] = field(default_factory=list)  # only under ref_zero
+    window: WindowTable | None = None  # None: no layer has a sliding window
 
     def planned(self, position: int) -> list[PlannedCheckpoint]:
         """Checkpoints strictly above `position` that are still to be captured, ascending."""

@@ -21,6 +21,7 @@ from megatron_hybrid.cache.kv_block_allocator import DUMMY_BLOCK, KVBlockAllocat
 from megatron_hybrid.cache.lease import Pin
 from megatron_hybrid.cache.state_pool import NULL_SLOT, FreeSlots, StatePool
 from megatron_hybrid.cache.tail_index import Tail, is_usable
+from megatron_hybrid.cache.windows import NoWindows, Windows
 from megatron_hybrid.errors import KVBlocksExhausted
 
 STATES_GIVEN_UP_AT_ONCE = 8
@@ -53,6 +54,10 @@ class Occupancy(NamedTuple):
     state_used: int  # live, being written or being read
     state_cached: int
     state_evictable: int
+    window_blocks: int  # of layers with a sliding window
+    window_free: int  # hold nothing; blocks = free + used + evictable
+    window_used: int  # of running requests
+    window_evictable: int  # kept with cached states alone
 
 
 class PrefixStore:
@@ -69,7 +74,7 @@ class PrefixStore:
         """`queue`: which state goes first. `keeps_idle`: whether a block outlives its last
         reference (not under `ref_zero`). `free`: of StatePool."""
         self.geometry = geometry
-        self.kv = KVBlockAllocator(geometry.num_blocks, needs_cover=geometry.has_recurrent)
+        self.kv = KVBlockAllocator(geometry.num_blocks, needs_cover=geometry.needs_state)
         self.states = StatePool(
             geometry.num_slots,
             queue,
@@ -77,6 +82,7 @@ class PrefixStore:
             num_staged=geometry.num_staged_slots,
             free=free,
         )
+        self.windows = Windows(geometry, self.evict_state) if geometry.has_window else NoWindows()
         self._keeps_idle = keeps_idle
         self._evicted: OrderedDict[BlockKey, None] = OrderedDict()
         self.changes: CacheChanges | None = None  # told of, where somebody wants to know
@@ -105,7 +111,7 @@ class PrefixStore:
             full = len(blocks)
         skip, state, tail_block = 0, None, DUMMY_BLOCK
         tails = self.kv.tails
-        needs_state, states = self.geometry.has_recurrent, self.states.mamba_hash_to_slot_id
+        needs_state, states = self.geometry.needs_state, self.states.mamba_hash_to_slot_id
         last = length if most is None else min(most, length)
         within = keys.blocks[: min(full, last // size)]
         for end, key in tails.fills.ends(keys.root, within, size, keys.at, last):
@@ -129,7 +135,7 @@ class PrefixStore:
     def reads_state(self, match: PrefixMatch, length: int) -> bool:
         """Whether a prompt of `length` tokens goes on from what is in the match's slot: without
         recurrent layers that is the logits at its very end alone."""
-        return match.state is not None and (self.geometry.has_recurrent or match.skip == length)
+        return match.state is not None and (self.geometry.needs_state or match.skip == length)
 
     # ----------------------------------------------------------------- mapping
 
@@ -164,7 +170,7 @@ class PrefixStore:
             self.kv.map_tail(blocks[count], key, tail, parent)
         else:
             self.kv.tails.add(key, Tail(parent_key, fill, DUMMY_BLOCK))
-        if self.changes is not None and not self.geometry.has_recurrent:
+        if self.changes is not None and not self.geometry.needs_state:
             self.changes.state_stored(keys, position, False)
 
     def map_state(
@@ -179,7 +185,7 @@ class PrefixStore:
         cached = self.states.cache(slot, state)
         if self.changes is not None and (known is None or cached.has_logits != had_logits):
             self.changes.state_stored(keys, state.position, cached.has_logits)
-        if cached is state and self.geometry.has_recurrent:
+        if cached is state and self.geometry.needs_state:
             self.kv.cover(self.block_of(state.key))
         return cached
 
@@ -192,7 +198,7 @@ class PrefixStore:
 
     def forget(self, state: CachedState) -> None:
         """Drop a cached state, and the tail that nobody can use without it."""
-        self.states.drop(state.key)
+        self._drop_state(state.key)
         self._state_is_gone(state)
 
     # ---------------------------------------------------------------- eviction
@@ -207,7 +213,7 @@ class PrefixStore:
                 f"{kv.num_cached} can be evicted."
             )
         while kv.num_free < count:
-            if self.geometry.has_recurrent and not kv.num_uncovered:
+            if self.geometry.needs_state and not kv.num_uncovered:
                 self._uncover_a_path()
                 if kv.num_free >= count:  # the ends of sequences may be free at once
                     break
@@ -226,6 +232,7 @@ class PrefixStore:
         state = self.states.evict()
         if state is None:
             return False
+        self.windows.drop(state)
         self._state_is_gone(state)
         self._remember_evicted(state.key)
         return True
@@ -235,6 +242,7 @@ class PrefixStore:
         if pin.slot != NULL_SLOT:
             self.states.unpin(pin.slot, used=False, touched=False)
         self.release_blocks(pin.blocks, touched=False)
+        self.windows.unpin(pin)
 
     def release_blocks(self, blocks: Sequence[int], *, touched: bool = True) -> None:
         """Give back a reference to each block of a sequence's table. touched: of the allocator."""
@@ -268,6 +276,9 @@ class PrefixStore:
         """Nothing can be found any more. What is in use stays with its users. epoch: what later
         keys depend on."""
         self.kv.clear()
+        if self.geometry.has_window:
+            for state in self.states.cached():
+                self.windows.drop(state)
         self.states.clear()
         self._evicted.clear()
         if self.changes is not None:
@@ -275,7 +286,7 @@ class PrefixStore:
 
     def occupancy(self) -> Occupancy:
         """How full the pools are now."""
-        kv, states = self.kv, self.states
+        kv, states, window = self.kv, self.states, self.windows.blocks
         return Occupancy(
             kv_blocks=kv.num_blocks,
             kv_free=kv.num_free,
@@ -288,6 +299,10 @@ class PrefixStore:
             state_used=states.num_slots - states.num_free - states.num_evictable,
             state_cached=states.num_cached,
             state_evictable=states.num_evictable,
+            window_blocks=window.num_blocks,
+            window_free=window.num_free,
+            window_used=window.num_held,
+            window_evictable=window.num_evictable,
         )
 
     def check_integrity(
@@ -303,9 +318,9 @@ class PrefixStore:
         if self.geometry.has_attention:
             places = {state.key: self.block_of(state.key) for state in cached}
             assert DUMMY_BLOCK not in places.values(), "a state is cached whose KV is not"
-            if self.geometry.has_recurrent:
+            if self.geometry.needs_state:
                 self.kv.check_cover(places.values())
-        if self.geometry.has_recurrent:
+        if self.geometry.needs_state:
             keys = {state.key for state in cached}
             assert all(key in keys for key, _ in self.kv.tails.items()), "a tail has no state"
 
@@ -318,10 +333,17 @@ class PrefixStore:
             if not self.evict_state() or self.kv.num_uncovered:
                 return
 
+    def _drop_state(self, key: BlockKey) -> CachedState | None:
+        """Forget the state of a prefix, if there is one, and return it."""
+        state = self.states.drop(key)
+        if state is not None:
+            self.windows.drop(state)
+        return state
+
     def _state_is_gone(self, state: CachedState) -> None:
-        stays = not self.geometry.has_recurrent and state.key in self.kv.tails
+        stays = not self.geometry.needs_state and state.key in self.kv.tails
         self._tell_of_removal(state.key, LOGITS if stays else STATES)
-        if self.geometry.has_recurrent:
+        if self.geometry.needs_state:
             self.kv.uncover(self.block_of(state.key))
             self.kv.drop_tail(state.key)
 
@@ -339,11 +361,11 @@ class PrefixStore:
         if dropped is None:
             return False
         for tail in dropped.tails:
-            if self.states.drop(tail) is not None:
+            if self._drop_state(tail) is not None:
                 self._remember_evicted(tail)
             self._tell_of_removal(tail, STATES)
         if dropped.key is not None:
-            if self.states.drop(dropped.key) is not None:
+            if self._drop_state(dropped.key) is not None:
                 self._remember_evicted(dropped.key)
                 self._tell_of_removal(dropped.key, STATES)
             self._tell_of_removal(dropped.key, BLOCKS)

@@ -157,6 +157,7 @@ def build_engine(
         rounding_seed=config.seed if config.mamba_inference_stochastic_rounding else None,
         arena=arena,
         routed=plan.routed,
+        num_window_blocks=geometry.num_window_blocks + 1,
     )
     context.routed = routed_reader(caches.routed, model_config)
     if parallel.is_first:
@@ -164,7 +165,7 @@ def build_engine(
         if parallel.pipeline.size > 1:
             stages = ", ".join(f"{blocks[0]} to {blocks[-1]}" for blocks in model.stages.blocks)
             logger.info("blocks of the pipeline stages: %s", stages)
-    keeps_states = geometry.has_recurrent and context.cache.enabled
+    keeps_states = geometry.needs_state and context.cache.enabled
     if config.enable_chunked_prefill is False and keeps_states:
         logger.warning(
             "Chunked prefill stays on (--no-enable-chunked-prefill): caching states needs it."
@@ -180,6 +181,7 @@ def build_engine(
         all_to_all_from=all_to_all_from(config, parallel, model_config),
         num_drafts=config.num_speculative_tokens,
         write_interval=plan.write_interval,
+        window_quota=geometry.window_quota,
     )
     context.transfers = host_transfers(config, context.cache, caches, model, device)
     start.end_part("caches")
@@ -321,7 +323,7 @@ class _Plan:
             shapes = HybridModel(model_config, parallel, *dtypes, mtp, formats, replay_chunk)
         build_adapters.check_adapters(config, shapes, device)
         check_batch_invariant(config, shapes)
-        check_host_memory(config)
+        check_host_memory(config, shapes)
         check_kv_dtype(config, shapes, device)
         check_quantized(config, shapes, device)
         check_routed_experts(config, model_config)

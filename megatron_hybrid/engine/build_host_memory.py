@@ -45,8 +45,9 @@ STORE = "--prefix-caching-store"
 _OPERATIONS = {"cuda": 400e12, "cpu": 50e9}
 
 
-def check_host_memory(config: EngineConfig) -> None:
-    """Raises ConfigurationError for what can't have memory of the host behind its caches."""
+def check_host_memory(config: EngineConfig, shapes: HybridModel) -> None:
+    """Raises ConfigurationError for what can't have memory of the host behind its caches, which
+    disks, stores and other engines are behind."""
     wanted = f"{FLAG} is {config.prefix_caching_host_gb:g}"
     policy = config.inference_dynamic_batching_prefix_caching_eviction_policy
     _check_lower(config)
@@ -58,6 +59,11 @@ def check_host_memory(config: EngineConfig) -> None:
         raise ConfigurationError(
             f"{wanted}, but nothing is kept that could be moved there: prefix caching is off, or "
             "--inference-dynamic-batching-prefix-caching-eviction-policy is ref_zero."
+        )
+    if any(spec.window for spec in shapes.stages.kv_specs.values()):
+        raise ConfigurationError(
+            f"{wanted}, but the model ({shapes.config.model_type}) has layers with a sliding "
+            "window, whose keys and values are not moved there; leave it out."
         )
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     left = available_memory() // processes

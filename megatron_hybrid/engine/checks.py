@@ -58,7 +58,7 @@ def check_products(config: EngineConfig, model: HybridModel, device: torch.devic
 def check_drafts(config: EngineConfig, geometry: CacheGeometry) -> None:
     """Raise ConfigurationError for more drafts than a state can be followed over."""
     drafts = config.num_speculative_tokens
-    if geometry.has_recurrent and drafts >= geometry.grid:
+    if geometry.needs_state and drafts >= geometry.grid:
         raise ConfigurationError(
             f"--num-speculative-tokens is {drafts}; with states kept every {geometry.grid} tokens "
             f"(--inference-dynamic-batching-block-size and the model's kernels), it can be at most "

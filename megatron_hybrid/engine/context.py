@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from megatron_hybrid.cache.block_hash import BlockKey, SequenceKeys
+from megatron_hybrid.cache.block_hash import BlockKey
 from megatron_hybrid.cache.geometry import CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.kv_block_allocator import KVBlockAllocator
 from megatron_hybrid.cache.prefix_store import PrefixMatch
+from megatron_hybrid.engine.request_keys import RequestKeys
 from megatron_hybrid.engine.tracked_request import Running, TrackedRequest
 from megatron_hybrid.engine.transfers import Transfers
+from megatron_hybrid.engine.window_rows import WindowRows
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.request import BUFFER_FLAG, CONTEXT_FLAG, RequestStatus
@@ -47,8 +49,10 @@ class DynamicInferenceContext:
         if fits is not None and fits < max_seq_length:
             self.max_seq_length, self.max_seq_length_flag = fits, BUFFER_FLAG
         self.cache = HybridCache(geometry) if cache is None else cache
+        self.keys = RequestKeys(self.cache)
         max_blocks = -(-self.max_seq_length // geometry.block_size)
-        self.rows = RowTable(geometry.max_requests, max_blocks)
+        self.rows = RowTable(geometry.max_requests, max_blocks, has_window=geometry.has_window)
+        self.windows = WindowRows(self.rows, self.cache)
         self.requests: list[TrackedRequest | None] = [None] * geometry.max_requests  # by row
         self._admissions = 0
         self.weight_version = "0"  # what answers call the weights: see EngineWeights
@@ -76,51 +80,15 @@ class DynamicInferenceContext:
 
     def match(self, request: TrackedRequest) -> PrefixMatch:
         """What the cache holds of a waiting request's tokens."""
-        keys = self.keys_of(request)
+        keys = self.keys.of(request)
         return self.cache.match(keys, request.num_tokens, most=request.most_skipped)
-
-    def keys_of(self, request: TrackedRequest) -> SequenceKeys:
-        """A waiting request's keys under the present epoch, as far as they are known."""
-        epoch, first = self.cache.epoch, request.first
-        if request.keys is not None and request.keys_epoch == epoch:
-            return request.keys
-        if first is not None and first.keys is not None and first.keys_epoch == epoch:
-            request.keys = first.keys.copy_for(request.tokens, request.prompt_tokens)
-        else:
-            request.keys = SequenceKeys(
-                self.cache.root(request.cache_salt, request.adapter.key),
-                self.geometry.block_size,
-                request.tokens,
-                cache_salt=request.cache_salt,
-                adapter=request.adapter.name,
-            )
-        request.keys_epoch = epoch
-        return request.keys
-
-    def hash_keys(self, request: TrackedRequest, most: int) -> int:
-        """Compute keys of a waiting request for about `most` tokens, and of a block at least, if
-        any are missing; for how many tokens it did."""
-        keys = self.keys_of(request)
-        known = keys.known
-        keys.extend_to(min(request.num_tokens, known + max(most, self.geometry.block_size)))
-        return keys.known - known
-
-    def has_keys(self, request: TrackedRequest) -> bool:
-        """Whether a waiting request's keys, as far as any are needed, are all known."""
-        if not self.cache.enabled:
-            return True
-        # not `keys_of`, which would begin those of its later siblings before the first has all
-        keys = request.keys
-        if keys is None or request.keys_epoch != self.cache.epoch:
-            return False
-        return request.num_tokens - keys.known < self.geometry.block_size
 
     def admit(self, request: TrackedRequest, match: PrefixMatch, headroom: int) -> Running | None:
         """Give a waiting request its row and lease; None, without any effect, if it must wait.
 
         `headroom`: KV blocks that have to stay free or evictable for others.
         """
-        rows, keys, length = self.rows, self.keys_of(request), request.num_tokens
+        rows, keys, length = self.rows, self.keys.of(request), request.num_tokens
         if not rows.num_free:
             return None
         try:
@@ -140,7 +108,7 @@ class DynamicInferenceContext:
 
     def rows_that_need_a_block(self) -> list[Running]:
         """Decoding requests whose next token starts a block, the most important ones first."""
-        if not self.geometry.has_attention:
+        if not self.geometry.has_blocks:
             return []
         rows = self.rows
         decoding = rows.decoding.nonzero()[0]
@@ -151,6 +119,8 @@ class DynamicInferenceContext:
     @property
     def lacks_blocks(self) -> bool:
         """Whether not every decoding request can have a place for its next token."""
+        if not self.geometry.has_attention:  # window blocks are never lacking
+            return False
         available = self.cache.kv.num_available
         if available >= len(self.rows.decoding) - self.rows.num_free:
             return False
@@ -158,11 +128,13 @@ class DynamicInferenceContext:
 
     def extend_block_table(self, running: Running) -> bool:
         """One more block for a decoding request; False if there is none."""
-        try:
-            block = self.cache.extend(running.lease)
-        except KVBlocksExhausted:
-            return False
-        self.rows.add_block(running.row, block)
+        if self.geometry.has_attention:
+            try:
+                block = self.cache.extend(running.lease)
+            except KVBlocksExhausted:
+                return False
+            self.rows.add_block(running.row, block)
+        self.windows.add_block(running)
         return True
 
     def tokens_with_room(self, decode_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -194,6 +166,7 @@ class DynamicInferenceContext:
         """Take back a running request's row and lease. What it published stays cached."""
         self.cache.release(running.lease)
         self.rows.give_back(running.row)
+        self.windows.give_back(running)
         self.requests[running.row] = running.request.running = None
 
     def running_in(self, row: int) -> Running:
@@ -210,6 +183,7 @@ class DynamicInferenceContext:
         rows, row, request = self.rows, running.row, running.request
         params = request.params
         rows.set_blocks(row, running.lease.blocks)
+        self.windows.fill_row(running)
         rows.generated[row] = len(request.output)
         rows.max_tokens[row] = request.max_tokens
         rows.temperature[row], rows.tempered[row] = params.temperature, params.tempered_logprobs

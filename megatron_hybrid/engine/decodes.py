@@ -58,7 +58,7 @@ class Decodes:
         """For the positions of the grid that the states of these rows may come to with accepted
         drafts and so many tokens more."""
         geometry, rows, cache = self._context.geometry, self._rows, self._cache
-        if not cache.enabled or not geometry.has_recurrent:
+        if not cache.enabled or not geometry.needs_state:
             return
         next_on_grid = (rows.position[decode_rows] // geometry.grid + 1) * geometry.grid
         reached = next_on_grid <= rows.next_position(decode_rows) + feeds
@@ -138,13 +138,14 @@ class Decodes:
         """[decodes]: so many of the drafts that each row wants have a place for their KV, and so
         has the token behind them. For drafts nothing is evicted, which would go on without."""
         context, kv = self._context, self._cache.kv
-        if not context.geometry.has_attention:
+        if not context.geometry.has_blocks:
             return wanted
+        kept = not context.geometry.has_attention  # window blocks are promised to whoever runs
         behind = self._rows.next_position(decodes) + 2
         lacking = behind + wanted - context.tokens_with_room(decodes)
         blocks = np.where(wanted > 0, -(-lacking // context.geometry.block_size), 0)
         for row in np.repeat(decodes, blocks.clip(min=0)).tolist():
-            if not kv.num_free or not context.extend_block_table(context.running_in(row)):
+            if not (kept or kv.num_free) or not context.extend_block_table(context.running_in(row)):
                 break
         room = context.tokens_with_room(decodes) - behind
         return np.minimum(wanted, room.clip(min=0))

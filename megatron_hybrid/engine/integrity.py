@@ -23,7 +23,13 @@ def check_integrity(
         assert context.running_in(row) is running
         table = rows.block_table[row, : len(lease.blocks)]
         assert table.tolist() == lease.blocks, "a row's block table differs from its lease"
-        assert rows.num_blocks[row] == len(lease.blocks)
+        if context.geometry.has_attention:
+            assert rows.num_blocks[row] == len(lease.blocks)
+        if lease.window is not None:
+            assert rows.window_table is not None
+            first, end = lease.window.first, lease.window.end
+            assert rows.window_first[row] == first
+            assert rows.window_table[row, first:end].tolist() == lease.window.blocks
         if rows.decoding[row]:
             slots = rows.read_slot[row], rows.write_slot[row]
             assert slots == (lease.read_slot, lease.write_slot), "a row has its lease's slots"

@@ -47,6 +47,8 @@ class Prefills:
         lease = running.lease
         if lease.copy is not None:
             plan.copies.append(lease.copy)
+        if lease.window is not None and lease.window.copy is not None:
+            plan.window_copies.append(lease.window.copy)
         if self._context.geometry.is_packed(lease.read_slot):
             plan.unpacks.append(StateMove(lease.read_slot, lease.write_slot))
         if lease.skip == running.prefill_tokens:
@@ -62,6 +64,7 @@ class Prefills:
             self._place_forks(running, start)
         end = self._chunk_end(running, start, budget)
         checkpoints = self._cache.reserve_checkpoints(lease, start, end)
+        self._context.windows.extend(running, end)
         self._checkpoints[row] = checkpoints
         last = checkpoints[-1] if checkpoints and checkpoints[-1].position == end else None
         first_logits = request.first_logits
@@ -69,7 +72,7 @@ class Prefills:
         geometry, read_slot, write_slot = self._context.geometry, lease.read_slot, lease.write_slot
         if geometry.is_packed(read_slot):
             read_slot = write_slot  # it is unpacked there before
-        if last is not None and last.slot and geometry.has_recurrent and not geometry.packs_states:
+        if last is not None and last.slot and geometry.needs_state and not geometry.packs_states:
             write_slot = last.slot
         chunk = PrefillChunk(
             row=row,
@@ -101,7 +104,7 @@ class Prefills:
         geometry, lease = self._context.geometry, running.lease
         reached = lease.deepest.position if lease.deepest and lease.deepest.alive else 0
         above = start
-        if geometry.has_recurrent:
+        if geometry.needs_state:
             above = max(above, geometry.floor_grid(reached) + geometry.grid)
         shared = self._waiting.shared_with(
             running, geometry.block_size, max(1, above // geometry.block_size)
@@ -113,6 +116,8 @@ class Prefills:
     def _chunk_end(self, running: Running, start: int, budget: int) -> int:
         lease, cache, length = running.lease, self._cache, running.prefill_tokens
         end = min(length, start + budget)
+        if cache.geometry.has_window:
+            end = min(end, cache.windows.reach(lease))
         if cache.publishes(lease):
             for position, _ in lease.planned(start):
                 if position > end:
@@ -143,7 +148,7 @@ class Prefills:
             running = self._context.running_in(resumed.row)
             self._cache.tail_was_copied(running.lease)
             geometry = self._context.geometry
-            if not geometry.has_recurrent or geometry.packs_states:
+            if not geometry.needs_state or geometry.packs_states:
                 self._cache.state_was_read(running.lease)  # else its first decode reads it
             ended.append(running)
         return ended

@@ -258,8 +258,8 @@ class Scheduler:
             waiting.forget_keys()
         budget = max(HASHED_AT_ONCE, context.max_tokens)
         for request in waiting.to_index(self._first(context.rows.num_free)):
-            budget -= context.hash_keys(request, budget)
-            if context.has_keys(request):
+            budget -= context.keys.hash(request, budget)
+            if context.keys.has(request):
                 waiting.index(request)
             if budget <= 0:
                 break
@@ -273,10 +273,10 @@ class Scheduler:
         for request in transfers.to_be_tried(self._first(context.rows.num_free)):
             if budget == 0 or unmatched <= 0:
                 break
-            if not context.has_keys(request):
+            if not context.keys.has(request):
                 if request.num_tokens > min(HASHED_AT_ONCE, unhashed):
                     continue
-                unhashed -= context.hash_keys(request, request.num_tokens)
+                unhashed -= context.keys.hash(request, request.num_tokens)
                 self._waiting.index(request)
             unmatched -= request.num_tokens // context.geometry.block_size
             match = context.match(request)
@@ -328,6 +328,7 @@ class Scheduler:
         for running in self._prefills.publish(plan):
             self.decodes.begin(running)
         self.decodes.publish_states(plan)
+        context.windows.move()
         self._totals["steps"] += 1
         sampled, self._sampled = plan.sampled_rows, plan.sampled_owners
         rows.generated[sampled] += 1

@@ -41,6 +41,9 @@ LOGITS_ITEM_BYTES = 4  # kept in float32
 # than one pays: see docs/performance.md.
 WRITE_INTERVALS = {MAMBA: 8, SIDE_BY_SIDE: 8, SHARED_TRANSFORMER: 8, GATED_DELTA_NET: 4}
 NO_LIMIT = 2**62  # blocks or slots, on a stage where they take nothing
+# Keys that kernels of batch-invariant mode take at a time, or a multiple: a window's blocks begin
+# at a multiple of it.
+TILE = 64
 
 
 class StageLayers(NamedTuple):
@@ -137,43 +140,54 @@ def derive_geometry(
     keeps_logits = caches and config.inference_dynamic_batching_prefix_caching_exact_ends
     bytes_per_logits = vocab_size * LOGITS_ITEM_BYTES if keeps_logits else 0
     own_logits = bytes_per_logits if stage.has_logits else 0
+    kernel_chunk = math.lcm(*(spec.kernel_chunk for spec in state_specs)) if state_specs else 1
+    granule = kernel_chunk if batch_invariant else 1
+    windows = _windows(config, kv_specs, granule, batch_invariant)
     own_block = _bytes_per_block(stage.kv_specs, block_size)
+    own_window_block = _bytes_per_block(stage.kv_specs, block_size, windowed=True)
     if stage.routed is not None:
         own_block += block_size * stage.routed.bytes_per_token()
     own_slot = bytes_per_state(stage.state_specs) + own_logits
     ring_bytes = sum(spec.bytes_per_ring_place() for spec in stage.state_specs)
-    own_live = own_slot + ring_length * ring_bytes
-    keeps_states = caches and bool(state_specs)
-    packed_dtype = packed_states_dtype(config) if keeps_states else None
-    pays_for_states = keeps_states and own_slot > 0
+    own_live = own_slot + ring_length * ring_bytes + windows.quota * own_window_block
+    needs_state = bool(state_specs) or windows.window > 0
+    keeps_states = caches and needs_state
+    packed_dtype = packed_states_dtype(config) if caches and state_specs else None
+    own_cached = bytes_per_state(stage.state_specs, packed_dtype) + own_logits
+    own_cached += windows.of_state * own_window_block
+    pays_for_states = keeps_states and own_cached > 0
     buffer, states = _budgets(config, pays_for_states, minimum(limit), on_gpu=on_gpu)
     most_staged = 0 if packed_dtype is None else STAGED_SLOTS
-    max_requests = _max_requests(config, buffer, own_live if state_specs else 0, most_staged)
+    buffer_of_all = buffer
+    buffer -= (windows.of_prompts + 1) * own_window_block  # and the dummy
+    max_requests = _max_requests(config, buffer, own_live if needs_state else 0, most_staged)
     max_requests = minimum(max_requests)
     cached = 0
     if keeps_states:
-        own_cached = bytes_per_state(stage.state_specs, packed_dtype) + own_logits
         cached = slots_for_budget(states / GIB, own_cached) if own_cached else NO_LIMIT
     elif keeps_logits:  # without recurrent layers, prompts' ends are all that slots are for
         cached = max_requests
         if own_logits:
             cached = min(cached, buffer // 8 // own_logits)
         buffer -= cached * own_logits
-    live_bytes = max_requests * own_live if state_specs else 0
+    live_bytes = max_requests * own_live if needs_state else 0
     live_bytes += min(most_staged, max_requests) * own_slot
-    num_blocks = NO_LIMIT if kv_specs else 0
+    has_attention = any(not spec.window for spec in kv_specs)
+    num_blocks = NO_LIMIT if has_attention else 0
     if own_block:
         num_blocks = max(0, (buffer - live_bytes) // own_block - 1)  # the dummy
     least = minimum(num_blocks)
-    if kv_specs and least == 0:
-        raise _no_block(buffer, live_bytes + 2 * own_block, max_requests, here=num_blocks == 0)
-    kernel_chunk = math.lcm(*(spec.kernel_chunk for spec in state_specs)) if state_specs else 1
+    if has_attention and least == 0 or own_window_block and live_bytes > buffer:
+        needed = live_bytes + 2 * own_block + buffer_of_all - buffer
+        here = num_blocks == 0 or live_bytes > buffer
+        raise _no_block(buffer_of_all, needed, max_requests, here=here)
+    cached = minimum(cached)
     return CacheGeometry(
         block_size=block_size,
         kernel_chunk=kernel_chunk,
         num_blocks=least,
         max_requests=max_requests,
-        num_cached_slots=minimum(cached),
+        num_cached_slots=cached,
         bytes_per_block=_bytes_per_block(kv_specs, block_size),
         bytes_per_state=bytes_per_state(state_specs),
         bytes_per_logits=bytes_per_logits,
@@ -181,8 +195,54 @@ def derive_geometry(
         bytes_per_packed_state=(
             None if packed_dtype is None else bytes_per_state(state_specs, packed_dtype)
         ),
-        granule=kernel_chunk if batch_invariant else 1,
+        granule=granule,
+        window=windows.window,
+        num_window_blocks=windows.blocks_for(max_requests, cached),
+        bytes_per_window_block=_bytes_per_block(kv_specs, block_size, windowed=True),
+        window_alignment=windows.alignment,
+        most_ahead=windows.most_ahead,
     )
+
+
+class _Windows(NamedTuple):
+    """How many blocks of layers with a sliding window there have to be; without such layers none.
+    window, alignment, most_ahead: of CacheGeometry."""
+
+    window: int
+    alignment: int
+    most_ahead: int
+    quota: int  # of a request
+    of_state: int  # of a cached state
+    of_prompts: int  # beside the quotas, for all that a step may compute of prompts
+
+    def blocks_for(self, requests: int, states: int) -> int:
+        """For so many running requests and cached states, even if they share nothing."""
+        return requests * self.quota + states * self.of_state + self.of_prompts
+
+
+def _windows(
+    config: EngineConfig, kv_specs: Iterable[KVSpec], granule: int, batch_invariant: bool
+) -> _Windows:
+    windows = {spec.window for spec in kv_specs if spec.window}
+    if not windows:
+        return _Windows(0, 0, 1, 0, 0, 0)
+    if len(windows) > 1:
+        sizes = " and ".join(map(str, sorted(windows)))
+        raise ConfigurationError(
+            f"The model has layers with sliding windows of {sizes} tokens; only those of one size "
+            "are supported."
+        )
+    size, drafts = config.inference_dynamic_batching_block_size, config.num_speculative_tokens
+    window, alignment = windows.pop(), math.lcm(size, TILE) if batch_invariant else 0
+    # the accepted drafts of the last step, this one's, the token before them and the one behind
+    ahead = 2 * drafts + 2 if drafts else 1
+    own = CacheGeometry(
+        block_size=size, kernel_chunk=1, num_blocks=0, max_requests=0, num_cached_slots=0,
+        bytes_per_block=0, bytes_per_state=0, granule=granule, window=window,
+        window_alignment=alignment, most_ahead=ahead,
+    )  # fmt: skip
+    of_prompts = config.inference_dynamic_batching_max_tokens // size + 1
+    return _Windows(window, alignment, ahead, own.window_quota, own.window_of_state, of_prompts)
 
 
 def packed_states_dtype(config: EngineConfig) -> torch.dtype | None:
@@ -193,8 +253,10 @@ def packed_states_dtype(config: EngineConfig) -> torch.dtype | None:
     return torch.int8 if name == "int8" else resolve_dtype(name)
 
 
-def _bytes_per_block(specs: Iterable[KVSpec], block_size: int) -> int:
-    return block_size * sum(spec.bytes_per_token() for spec in specs)
+def _bytes_per_block(specs: Iterable[KVSpec], block_size: int, *, windowed: bool = False) -> int:
+    """Of layers that see all tokens, or of those with a sliding window."""
+    own = (spec for spec in specs if (spec.window > 0) == windowed)
+    return block_size * sum(spec.bytes_per_token() for spec in own)
 
 
 def bytes_per_state(specs: Iterable[StateSpec], packed: torch.dtype | None = None) -> int:
@@ -231,8 +293,9 @@ def _no_block(buffer: int, needed: int, max_requests: int, *, here: bool) -> Con
     if not here:
         return ConfigurationError(f"{flag} leaves no KV block on another rank; its log says why.")
     return ConfigurationError(
-        f"{flag} is {buffer / GIB:.4f}, which leaves no KV block beside the live states of "
-        f"{max_requests} requests (--inference-dynamic-batching-max-requests); it must be at least "
+        f"{flag} is {buffer / GIB:.4f}, which leaves no KV block beside the live states (and the "
+        f"sliding windows) of {max_requests} requests "
+        "(--inference-dynamic-batching-max-requests); it must be at least "
         f"{math.ceil(needed / GIB * 1e4) / 1e4:.4f}."
     )
 
@@ -298,7 +361,7 @@ def useless_budget(config: EngineConfig, geometry: CacheGeometry) -> str:
     """What to say where states are to be cached, but the budget for them holds none; else empty."""
     given = config.inference_dynamic_batching_prefix_caching_mamba_gb
     wanted = config.inference_dynamic_batching_prefix_caching and (given is None or given > 0)
-    if not wanted or not geometry.has_recurrent or geometry.num_cached_slots:
+    if not wanted or not geometry.needs_state or geometry.num_cached_slots:
         return ""
     budget = "chosen by the engine" if given is None else f"{given:g}"
     return (
@@ -322,6 +385,14 @@ def describe(geometry: CacheGeometry, context: DynamicInferenceContext) -> str:
         text += (
             f", {geometry.bytes_per_slot} bytes per state, "
             f"{geometry.max_requests} live and {geometry.num_cached_slots} cached state slots"
+        )
+    if geometry.has_window:
+        if not geometry.has_recurrent:
+            text += f", room for {geometry.num_cached_slots} cached windows"
+        text += (
+            f", {geometry.num_window_blocks} window blocks of {geometry.bytes_per_window_block} "
+            f"bytes for layers that see {geometry.window} tokens: {geometry.window_quota} a "
+            f"request, {geometry.window_of_state} a cached state, and those of a step's prompts"
         )
     if geometry.packs_states:
         text += (

@@ -148,6 +148,8 @@ class Statistics:
             f"prefix cache util: KV {use.kv_cached}/{use.kv_blocks} blocks cached "
             f"({use.kv_evictable} evictable), mamba {use.state_cached}/{use.state_slots} slots"
         )
+        if use.window_blocks:
+            line += f", windows {use.window_used}/{use.window_blocks} blocks"
         more = {
             "lost": self.lost_tokens,
             "checkpoints published": self._cache.checkpoints_published,

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from megatron_hybrid.cache.lease import TailCopy
 from megatron_hybrid.execution.cuda_graphs import GraphSize
 from megatron_hybrid.execution.decode_inputs import DraftedDecodes, SingleDecodes
 from megatron_hybrid.execution.figures import (
@@ -43,6 +44,7 @@ from megatron_hybrid.execution.head_drafts import HeadDrafter
 from megatron_hybrid.execution.plan import PrefillChunk, StepPlan
 from megatron_hybrid.execution.rows import RowTable
 from megatron_hybrid.execution.runs import LastSteps
+from megatron_hybrid.execution.windows import WindowBatches, window_sequences
 from megatron_hybrid.kernels.contract import (
     Ints,
     PagedHost,
@@ -67,10 +69,12 @@ class BatchBuilder:
         write_interval: int = 1,
         head: HeadDrafter | None = None,
         as_runs: bool = False,
+        window_quota: int = 0,
     ) -> None:
         """`chunk_sizes`: kernel chunks whose bounds prefill kernels want to know. `last_steps`:
         where decodes have drafts. `write_interval`: decodes have fewer unfolded tokens than that.
-        `head`: where the model's own head makes the drafts. `as_runs`: of SingleDecodes."""
+        `head`: where the model's own head makes the drafts. `as_runs`: of SingleDecodes.
+        `window_quota`: of CacheGeometry."""
         self._rows = rows
         self._singles = SingleDecodes(rows, write_interval, as_runs)
         self._drafted = None
@@ -81,11 +85,17 @@ class BatchBuilder:
         self._chunk_sizes = tuple(chunk_sizes)
         requests, blocks = rows.block_table.shape
         # What no graph reads, and what varies in length, lies before the origin. A request has at
-        # most one block copied.
+        # most one block copied, and one window block.
         tables = blocks + (self._drafted.most_of_a_request if self._drafted is not None else 0)
+        self._windows, most_of_windows, copied = None, 0, block_size // 2
+        if rows.window_table is not None:
+            self._windows = WindowBatches(rows, block_size, window_quota)
+            most_of_windows, copied = self._windows.most_numbers(max_tokens), block_size
         self._uploads = Uploads(
-            4 * (requests * (block_size // 2 + 5) + 16),
-            StepFigures.most(max_tokens, requests, len(self._chunk_sizes)) + requests * tables,
+            4 * (requests * (copied + 5) + 16),
+            StepFigures.most(max_tokens, requests, len(self._chunk_sizes))
+            + requests * tables
+            + most_of_windows,
             device,
         )
 
@@ -133,7 +143,9 @@ class BatchBuilder:
         write_slot = rows.write_slot[decodes]
         if plan.writes is not None:
             write_slot = write_slot * plan.writes
-        paged = self._paged(plan, lengths, room)
+        paged, window = self._paged(plan, lengths, room), None
+        if self._windows is not None:
+            window = self._windows.figures(plan, paged, room, static=size is not None)
         logits_index = _logits_index(chunks, used.decode_tokens, room.decode_tokens + starts)
         if size is not None:
             logits_index = filled(logits_index, room.rows)
@@ -153,6 +165,7 @@ class BatchBuilder:
             chunk_bounds=self._chunk_bounds(chunks, lengths, room) if room.prompts else (),
             decodes=(drafted or self._singles).figures(plan, room),
             adapters=adapters,
+            window=window,
             kv_indices=paged.kv_indices,
         )
         (sampled, *moves), step = self._uploads.upload(
@@ -174,17 +187,14 @@ class BatchBuilder:
                 ring=step.prefill.ring,
                 cu_chunk_seqlens=bounds,
             )
+        static, run = size is not None, decode.longest_run
+        whole = paged_sequences(step, decode.host, room.decodes, static=static, longest_run=run)
         return StepInputs(
             token_ids=step.token_ids,
             positions=step.positions,
             num_decodes=room.decodes,
-            paged=paged_sequences(
-                step,
-                decode.host,
-                room.decodes,
-                static=size is not None,
-                longest_run=decode.longest_run,
-            ),
+            paged=whole,
+            window=None if window is None else window_sequences(step, window, whole),
             decode=decode.decode,
             prefill=prefill,
             logits_index=step.logits_index,
@@ -204,7 +214,9 @@ class BatchBuilder:
     def _decodes_of(self, size: GraphSize) -> GraphDecodes:
         found = self._graph_decodes.get(size)
         if found is None:
-            found = GraphDecodes(self._rows, self._singles, self._block_size, size, self._uploads)
+            found = GraphDecodes(
+                self._rows, self._singles, self._block_size, size, self._uploads, self._windows
+            )
             self._graph_decodes[size] = found
         return found
 
@@ -248,21 +260,29 @@ class BatchBuilder:
         ended = [chunk for chunk in plan.prefills if chunk.samples]
         first = len(plan.decode_rows) + plan.num_drafts
         stored = [(first + i, c.logits_slot) for i, c in enumerate(ended) if c.logits_slot]
-        if not (plan.copies or plan.resumed or stored or plan.packs or plan.unpacks):
+        copied = plan.copies or plan.window_copies
+        if not (copied or plan.resumed or stored or plan.packs or plan.unpacks):
             return []
-        copies = np.asarray(plan.copies, dtype=np.int64).reshape(-1, 3)
-        source, destination, count = copies.T
-        offset = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         stored_rows, stored_slots = np.asarray(stored, dtype=np.int64).reshape(-1, 2).T
         return [
-            np.repeat(source * self._block_size, count) + offset,
-            np.repeat(destination * self._block_size, count) + offset,
+            *self._copied(plan.copies),
             stored_rows,
             stored_slots,
             np.asarray([resumed.logits_slot for resumed in plan.resumed], dtype=np.int64),
             *np.asarray(plan.packs, dtype=np.int64).reshape(-1, 2).T,
             *np.asarray(plan.unpacks, dtype=np.int64).reshape(-1, 2).T,
+            *self._copied(plan.window_copies),
         ]
+
+    def _copied(self, copies: list[TailCopy]) -> tuple[Ints, Ints]:
+        """Places that tokens are copied from, and those that they go to, [copied tokens]."""
+        source, destination, count = np.asarray(copies, dtype=np.int64).reshape(-1, 3).T
+        offset = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        places = (
+            np.repeat(blocks * self._block_size, count) + offset for blocks in (source, destination)
+        )
+        first, second = places
+        return first, second
 
 
 def _logits_index(chunks: list[PrefillChunk], num_decodes: int, starts: Ints) -> Ints:

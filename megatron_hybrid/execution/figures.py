@@ -62,6 +62,17 @@ class DraftFigures(NamedTuple, Generic[T]):
     unfolded_now: T  # [n] DecodeRuns.unfolded, of the device
 
 
+class WindowFigures(NamedTuple, Generic[T]):
+    """Of sequences as layers with a sliding window see them (windows.py): as in PagedSequences."""
+
+    kv_slot: T  # [tokens]
+    kv_length: T  # [sequences]
+    kv_indptr: T  # [sequences + 1]
+    last_block_length: T  # [sequences]
+    first_position: T  # [sequences] where each begins
+    kv_indices: T  # [blocks of all sequences]
+
+
 class StepFigures(NamedTuple, Generic[T]):
     """All of a step, in the order in which they lie on the device. Decodes come first."""
 
@@ -80,6 +91,7 @@ class StepFigures(NamedTuple, Generic[T]):
     chunk_bounds: tuple[T, ...]  # cu_chunk_seqlens of each kernel chunk
     decodes: SingleFigures[T] | DraftFigures[T] | None  # None: DecodeSlots say all
     adapters: T | None  # [tokens] slots of adapters; None: nobody has one
+    window: WindowFigures[T] | None  # None: no layer has a sliding window
     # Last, because it varies: all others are as long as their graph has room for.
     kv_indices: T  # [blocks of all sequences]
 
@@ -88,6 +100,7 @@ class StepFigures(NamedTuple, Generic[T]):
         """Numbers of a step of so many tokens and requests but for the tables of requests: each of
         the figures has one for each token and two for each request at the most."""
         figures = len(StepFigures._fields) + len(SegmentFigures._fields) + chunk_sizes
+        figures += len(WindowFigures._fields)
         return (figures + len(DraftFigures._fields)) * (max_tokens + 2 * requests + 2 * _ALIGNMENT)
 
 

@@ -20,6 +20,7 @@ from megatron_hybrid.execution.figures import (
 )
 from megatron_hybrid.execution.plan import StepPlan
 from megatron_hybrid.execution.rows import RowTable
+from megatron_hybrid.execution.windows import WindowBatches, window_sequences
 from megatron_hybrid.kernels.contract import Ints, PagedHost
 from megatron_hybrid.layers.inputs import StepInputs
 
@@ -34,13 +35,15 @@ class GraphDecodes:
         block_size: int,
         size: GraphSize,
         uploads: Uploads,
+        windows: WindowBatches | None = None,
     ) -> None:
         self._rows = rows
+        self._windows = windows
         self._singles = singles
         self._block_size = block_size
         self._size = size
         self._uploads = uploads
-        self._kept = uploads.keep(_padding(size, singles))
+        self._kept = uploads.keep(_padding(size, singles, windows))
         self._first_of_each = np.arange(size.decodes + 1)
         self._count = 0  # of decodes in the last step
         device = self._kept.device
@@ -57,6 +60,7 @@ class GraphDecodes:
             or plan.resumed
             or plan.drafts is not None
             or plan.copies
+            or plan.window_copies
             or plan.packs
             or plan.unpacks
         )
@@ -90,6 +94,10 @@ class GraphDecodes:
         if host.decodes is not None:
             assert isinstance(host.decodes, SingleFigures)
             self._singles.write(host.decodes, plan)
+        if self._windows is not None and host.window is not None:
+            own = self._windows.figures(plan, self._host(indptr), self._size, static=True)
+            for view, part in zip(host.window, own, strict=True):
+                view[:] = part
         kv_indices = self._uploads.upload_again(
             self._kept, self._tables(decodes, blocks), int(indptr[-1])
         )
@@ -104,23 +112,31 @@ class GraphDecodes:
         used = np.arange(width) < blocks[:, None]
         return table[decodes, :width][used]
 
-    def _inputs(self, kv_indices: Ints) -> StepInputs:
-        device, size = self._device, self._size
+    def _host(self, kv_indices: Ints) -> PagedHost:
         figures = self._kept.host
-        host = PagedHost(
+        return PagedHost(
             figures.cu_seqlens,
             figures.kv_length,
             figures.kv_indptr,
             kv_indices,
             figures.last_block_length,
         )
+
+    def _inputs(self, kv_indices: Ints) -> StepInputs:
+        device, size = self._device, self._size
+        host = self._host(kv_indices)
         if kv_indices.dtype != np.int32:  # on a CPU
             host = PagedHost(*(part.astype(np.int32) for part in host))
+        paged, own = (
+            paged_sequences(device, host, size.decodes, static=True),
+            self._kept.host.window,
+        )
         return StepInputs(
             token_ids=device.token_ids,
             positions=device.positions,
             num_decodes=size.decodes,
-            paged=paged_sequences(device, host, size.decodes, static=True),
+            paged=paged,
+            window=None if own is None else window_sequences(device, own, paged),
             decode=self._decode,
             prefill=None,
             logits_index=device.logits_index,
@@ -140,11 +156,18 @@ class GraphDecodes:
             part[count:] = 1
 
 
-def _padding(size: GraphSize, singles: SingleDecodes) -> StepFigures[Ints]:
+def _padding(
+    size: GraphSize, singles: SingleDecodes, windows: WindowBatches | None
+) -> StepFigures[Ints]:
     """Of a step in which nobody decodes; each has one token of KV, the first of block 0."""
     decodes = size.decodes
     zeros, ones = np.zeros(decodes, dtype=np.int64), np.ones(decodes, dtype=np.int64)
     places = np.arange(decodes + 1)
+    window = None
+    if windows is not None:
+        nobody = StepPlan(step=0, decode_rows=zeros[:0])
+        host = PagedHost(places, ones, places, zeros, ones)
+        window = windows.figures(nobody, host, size, static=True)
     return StepFigures(
         token_ids=zeros,
         positions=zeros,
@@ -162,5 +185,6 @@ def _padding(size: GraphSize, singles: SingleDecodes) -> StepFigures[Ints]:
         chunk_bounds=(),
         decodes=singles.padding(decodes),
         adapters=zeros if size.adapters else None,
+        window=window,
         kv_indices=zeros[:0],
     )

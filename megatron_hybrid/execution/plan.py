@@ -113,6 +113,7 @@ class StepPlan:
     prefills: list[PrefillChunk] = field(default_factory=list)
     resumed: list[ResumedRow] = field(default_factory=list)
     copies: list[TailCopy] = field(default_factory=list)
+    window_copies: list[TailCopy] = field(default_factory=list)  # of window blocks
     # [decodes] whose states are written; those of the others keep what they take in, for a later
     # step. None: all. With drafts all are written, too.
     writes: npt.NDArray[np.bool_] | None = None

@@ -70,7 +70,9 @@ def _aligned(tokens: Sequence[int] | Tokens) -> Tokens:
 class RowTable:
     """`max_requests` rows. A row's figures are valid while a request holds it."""
 
-    def __init__(self, max_requests: int, max_blocks: int) -> None:
+    def __init__(self, max_requests: int, max_blocks: int, *, has_window: bool = False) -> None:
+        """`has_window`: some layers have a sliding window, whose keys and values lie in blocks of
+        their own."""
         n = max_requests
         self.decoding = np.zeros(n, dtype=bool)  # its prompt is computed
         self.position = np.zeros(n, dtype=np.int64)
@@ -85,6 +87,9 @@ class RowTable:
         self.adapter = np.zeros(n, dtype=np.int64)  # its slot; 0: none
         self.block_table = np.zeros((n, max(max_blocks, 1)), dtype=np.int64)
         self.num_blocks = np.zeros(n, dtype=np.int64)
+        # By the number of a block in its sequence, too; what is before window_first is not there.
+        self.window_table = np.zeros_like(self.block_table) if has_window else None
+        self.window_first = np.zeros(n, dtype=np.int64)
         self.temperature = np.zeros(n, dtype=np.float32)
         self.top_k = np.zeros(n, dtype=np.int64)
         self.top_p = np.ones(n, dtype=np.float32)
@@ -141,6 +146,13 @@ class RowTable:
         """One behind the others."""
         self.block_table[row, self.num_blocks[row]] = block
         self.num_blocks[row] += 1
+
+    def set_window(self, row: int, first: int, blocks: list[int]) -> None:
+        """The row's KV of layers with a sliding window is in these blocks, which are number `first`
+        of its sequence and those behind."""
+        assert self.window_table is not None
+        self.window_first[row] = first
+        self.window_table[row, first : first + len(blocks)] = blocks
 
     def next_position(self, rows: Ints) -> Ints:
         """Of rows [n] that decode, their next tokens' positions [n]; where nobody knows yet which

@@ -62,12 +62,13 @@ class ModelRunner(Runner):
         all_to_all_from: int | None = None,
         num_drafts: int = 0,
         write_interval: int = 1,
+        window_quota: int = 0,
     ) -> None:
         """`max_tokens`: the most that a step computes. `num_drafts`: the most of a row in a step,
         which the model's MTPHead makes where it has one. `write_interval`: tokens from one write of
         a row's states to the next. For both the caches have rings. `all_to_all_from`: where
         replicas share experts, the tokens of the largest one's step from which on they are reached
-        by all-to-all, outside of CUDA graphs; None: never."""
+        by all-to-all, outside of CUDA graphs; None: never. `window_quota`: of CacheGeometry."""
         on_gpu = device.type == "cuda"
         self.asynchronous = on_gpu if asynchronous is None else asynchronous
         self._model = model
@@ -86,6 +87,7 @@ class ModelRunner(Runner):
             write_interval,
             head,
             as_runs=bool(caches.rings),
+            window_quota=window_quota,
         )
         self._stage = PipelineStage(model, device, max_tokens + len(rows.decoding))
         self._sampler = Sampler(
@@ -230,9 +232,12 @@ class ModelRunner(Runner):
                 packing.unpack(states, moves.unpacked_from, moves.unpacked_to)
         if plan.copies:
             attention = self._model.kernels.attention
-            for cache in caches.kv.values():
+            for cache in caches.caches_of(windowed=False):
                 attention.copy_tokens(cache, moves.copy_source, moves.copy_destination)
             caches.copy_routed(moves.copy_source, moves.copy_destination)
+        for cache in caches.caches_of(windowed=True) if plan.window_copies else ():
+            places = moves.window_source, moves.window_destination
+            self._model.kernels.attention.copy_tokens(cache, *places)
         # Before the step stores its own; in the type that they were stored from, as the others are:
         # beside float32 all logits of the step would become that, and draws add up as their type
         # is loaded.

@@ -121,8 +121,16 @@ def take_up(
     first = step.kv_indptr[sequence].long()
     block = step.kv_indices[first + positions // block_size].long()
     kv_slot = torch.where(is_token, block * block_size + positions % block_size, 0)
-    kv_length = (position + step.cu_seqlens[: len(position) + 1].diff()).clamp(min=1)
+    ends = position + step.cu_seqlens[: len(position) + 1].diff()
+    kv_length, of_windows = ends.clamp(min=1), []
+    if (own := step.window) is not None:
+        behind = (positions - own.first_position[sequence]).clamp(min=0)
+        block = own.kv_indices[own.kv_indptr[sequence].long() + behind // block_size].long()
+        places = torch.where(is_token, block * block_size + behind % block_size, 0)
+        lengths = (ends - own.first_position[: len(ends)]).clamp(min=1)
+        of_windows = [(own.kv_slot, places), (own.kv_length, lengths)]
     for target, values in (
+        *of_windows,
         (step.token_ids, torch.where(is_token, tokens[sequence, offset], 0)),
         (step.positions, positions),
         (step.kv_slot, kv_slot),

@@ -15,7 +15,7 @@ kernel sees all sequences at once as `PagedSequences`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -173,6 +173,19 @@ class PagedSequences:
     static: bool = False
     longest_run: int = 0
 
+    def decodes_alone(self) -> PagedSequences:
+        """The first sequences, without the prompts behind them."""
+        count, host = self.num_decodes, self.host
+        ends = host.cu_seqlens[: count + 1], host.kv_length[:count], host.kv_indptr[: count + 1]
+        return replace(
+            self,
+            cu_seqlens=self.cu_seqlens[: count + 1],
+            kv_length=self.kv_length[:count],
+            kv_indptr=self.kv_indptr[: count + 1],
+            last_block_length=self.last_block_length[:count],
+            host=PagedHost(*ends, host.kv_indices, host.last_block_length[:count]),
+        )
+
 
 class PagedHost(NamedTuple):
     """The figures of PagedSequences on the host, int32 each."""
@@ -218,8 +231,10 @@ def _cumulative(lengths: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What is the same for every attention layer of a model, on this rank.
+    """What is the same for every attention layer of a kind, on this rank.
 
+    `window`: a token sees itself and the window - 1 tokens before it; 0: all. Sequences may begin
+    anywhere then, as with the first block that is still there.
     `first_position`: KV before it is not seen. A query before it sees nothing: its output is
     undefined, or zeros on a GPU, where padded sequences have such queries.
     """
@@ -235,6 +250,7 @@ class AttentionShape:
     # Numbers of a value, which are the first ones of its key (LatentAttention); None: values are
     # like keys, and beside them.
     value_dim: int | None = None
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ def _event_of(change: Stored | Cleared) -> Event:
     if isinstance(change, Cleared):
         cut = change.geometry
         return AllBlocksCleared(
-            change.epoch, cut.block_size, cut.has_attention, cut.has_recurrent, cut.stored_as
+            change.epoch, cut.block_size, cut.has_attention, cut.needs_state, cut.stored_as
         )
     hashes = [wire_hash(key) for key in change.keys]
     parent = None if change.parent is None else wire_hash(change.parent)

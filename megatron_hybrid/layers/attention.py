@@ -44,6 +44,8 @@ class AttentionConfig:
     zero_centered_norm: bool = False  # see RMSNorm
     key_multiplier: float = 1.0  # of keys; it is a factor of `scale`, and they are stored without
     output_gate: bool = False  # sigmoid(gate) of each output; q_proj has q, gate of head by head
+    head_gate: bool = False  # sigmoid(g_proj(x)) of each head's outputs instead
+    window: int = 0  # a token sees itself and the window - 1 tokens before it; 0: all
     input_multiplier: float = 1.0  # of what goes into it, before any bias
     out_multiplier: float = 1.0
 
@@ -55,7 +57,6 @@ class AttentionConfig:
 class Attention(CachedAttention):
     """KV heads are split over the ranks, or replicated where there are fewer heads than ranks."""
 
-    kind = "attention"
     key_role = "k_proj.weight"
 
     def __init__(
@@ -63,13 +64,15 @@ class Attention(CachedAttention):
     ) -> None:
         """`input_size`: where it is not the hidden size."""
         super().__init__(context, config.rope)
+        assert not (config.output_gate and config.head_gate)
         self.config = config
+        self.kind = "sliding_attention" if config.window else "attention"
         if self.kv_dtype == FP8:
             self.scale_by(1.0, 1.0)
         self.heads = context.share(config.num_heads, "attention heads")
         self.kv_heads = context.share(config.num_kv_heads, "KV heads", or_copy=True)
         queries, keys = self.heads * config.head_dim, self.kv_heads * config.head_dim
-        gates = queries if config.output_gate else 0
+        gates = queries if config.output_gate else self.heads * config.head_gate
         self.qkv_sections = [queries + 2 * keys, gates]
         self.qkv_proj = context.to_rows(sum(self.qkv_sections), config.qkv_bias, input_size)
         self.o_proj = context.to_hidden(queries, config.output_bias)
@@ -87,15 +90,16 @@ class Attention(CachedAttention):
 
     def kv_spec(self) -> KVSpec:
         """As in CachedAttention."""
-        return KVSpec(self.kv_heads, self.config.head_dim, self.kv_dtype)
+        return KVSpec(self.kv_heads, self.config.head_dim, self.kv_dtype, window=self.config.window)
 
     def shape(self, block_size: int) -> AttentionShape:
         """As in CachedAttention."""
         config, dtype = self.config, self.dtype
         dtypes = dtype, self.kv_dtype
         return AttentionShape(
-            self.heads, self.kv_heads, config.head_dim, config.scale, block_size, *dtypes
-        )
+            self.heads, self.kv_heads, config.head_dim, config.scale, block_size, *dtypes,
+            window=config.window,
+        )  # fmt: skip
 
     @property
     def pair_size(self) -> int:
@@ -135,6 +139,8 @@ class Attention(CachedAttention):
                 ]
                 for behind in (0, dim)
             )
+        if config.head_gate:
+            gates = [Rows("g_proj", self.heads, rank * self.heads, config.num_heads)]
         kv = [Rows(name, self.kv_heads * dim, first_key, keys) for name in ("k_proj", "v_proj")]
         return [*q, *kv, *gates]
 
@@ -156,7 +162,9 @@ class Attention(CachedAttention):
         cache = self._cache(plans, layer)
         query = self._prepare(qkv, plans, cache)
         out = kernels.attention.attend(query, cache, plans.attention[self.kind]).flatten(1)
-        if self.config.output_gate:
+        if self.config.head_gate:
+            gate = gate.repeat_interleave(self.config.head_dim, dim=1)
+        if gate.shape[1]:
             gated = kernels.activation.gate(out, gate, "sigmoid", self.o_proj.reader)
             return self.o_proj(gated, kernels)
         return self.o_proj(out, kernels)

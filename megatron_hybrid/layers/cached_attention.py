@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import AttentionShape, PagedSequences
+from megatron_hybrid.kernels.contract import AttentionShape
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.kernels.protocols import PagedKernel, Plan
-from megatron_hybrid.layers.inputs import KVSpec, LayerCaches
+from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, StepInputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
 from megatron_hybrid.layers.rope import RopeConfig
@@ -24,7 +24,7 @@ class CachedAttention(Mixer):
     checkpoint's that is loaded at first: what is cached stays as it is when new weights come.
     """
 
-    kind: ClassVar[str]
+    kind: str
     key_role: ClassVar[str]
 
     def __init__(self, context: LayerContext, rope: RopeConfig | None) -> None:
@@ -61,10 +61,11 @@ class CachedAttention(Mixer):
     def kernel(self, kernels: KernelSet) -> PagedKernel:
         """Of these the one that computes it."""
 
-    def plan(self, paged: PagedSequences, caches: LayerCaches, kernels: KernelSet) -> Plan:
+    def plan(self, inputs: StepInputs, caches: LayerCaches, kernels: KernelSet) -> Plan:
         """What its kernels work out on the host, once a step for all layers of its kind."""
-        block_size = caches.kv[self.layer].key.shape[1]
-        return self.kernel(kernels).plan(paged, self.shape(block_size))
+        shape = self.shape(caches.kv[self.layer].key.shape[1])
+        paged = inputs.paged if not shape.window or inputs.window is None else inputs.window
+        return self.kernel(kernels).plan(paged, shape)
 
     @abstractmethod
     def store(self, x: Tensor, plans: KernelPlans) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -41,6 +41,8 @@ class CacheMoves:
     packed_to: Tensor  # [packed] the packed slots
     unpacked_from: Tensor  # [unpacked] packed slots whose states are unpacked then
     unpacked_to: Tensor  # [unpacked] the slots that the step reads them from
+    window_source: Tensor  # [copied tokens] as copy_source, of layers with a sliding window
+    window_destination: Tensor  # [copied tokens]
 
 
 class LockstepSize(NamedTuple):
@@ -68,6 +70,9 @@ class StepInputs:
     logits_index: Tensor  # [rows]: tokens whose logits are wanted
     decode_rows: Tensor  # [decodes] rows of the row table
     sampled_rows: Tensor  # [sampled] rows of the row table that get a token
+    # The sequences as layers with a sliding window see them, without what was given back; None:
+    # nothing was, or there are no such layers.
+    window: PagedSequences | None = None
     moves: CacheMoves | None = None  # None when the step moves nothing
     lockstep: LockstepSize | None = None  # None: nobody computes more than we do
     num_drafts: int = 0  # tokens of the decodes behind each sequence's first one
@@ -96,12 +101,14 @@ class StepInputs:
 @dataclass(frozen=True, slots=True)
 class KVSpec:
     """One attention layer's cache on this rank. `value_dim`: numbers of a value; None: as many as
-    of a key, 0: values are the first numbers of their keys (see KVCache)."""
+    of a key, 0: values are the first numbers of their keys (see KVCache). `window`: tokens that its
+    sliding window has, with keys and values in blocks of their own; 0: it sees all."""
 
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     value_dim: int | None = None
+    window: int = 0
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -193,6 +200,11 @@ class LayerCaches:
     # [blocks, block_size, layers, chosen] experts of the tokens whose keys and values lie there, in
     # the layers that have any; None: they are not kept
     routed: Tensor | None = None
+    windowed: frozenset[int] = frozenset()  # layers in `kv` with a sliding window
+
+    def caches_of(self, *, windowed: bool) -> Iterator[KVCache]:
+        """Keys and values of layers with a sliding window, or of the others."""
+        return (cache for layer, cache in self.kv.items() if (layer in self.windowed) == windowed)
 
     def copy_routed(self, source: Tensor, destination: Tensor) -> None:
         """Places [tokens] each: as the keys and values there are copied."""
@@ -227,6 +239,7 @@ def allocate_caches(
     rounding_seed: int | None = None,
     arena: Arena | None = None,
     routed: RoutedSpec | None = None,
+    num_window_blocks: int | None = None,
 ) -> LayerCaches:
     """Zeroed caches, in memory of the `arena` if there is one.
 
@@ -235,11 +248,15 @@ def allocate_caches(
     a ring has room for (DecodeRuns); 0: there are none. `num_packed`, `packed_dtype`: slots behind
     the `num_slots` that hold packed states, and their type; None: none are packed. `rounding_seed`:
     of LayerCaches. `routed`: what is kept of the routers' choices; None: nothing.
+    `num_window_blocks`: of layers with a sliding window; None: as many as of the others.
     """
     zeros = partial(_zeros, device=device, arena=arena)
     kv = {}
     for layer, kv_spec in kv_specs.items():
-        rows = (num_blocks, block_size, kv_spec.num_kv_heads)
+        blocks = num_blocks
+        if kv_spec.window and num_window_blocks is not None:
+            blocks = num_window_blocks
+        rows = (blocks, block_size, kv_spec.num_kv_heads)
         key, value = (zeros((*rows, dim), kv_spec.dtype) for dim in kv_spec.dims)
         kv[layer] = KVCache(key, value)
     state, packed = {}, []
@@ -267,8 +284,9 @@ def allocate_caches(
     if routed is not None:
         experts = zeros((num_blocks, block_size, routed.layers, routed.chosen), routed.dtype)
     return LayerCaches(
-        kv, dict(sorted(state.items())), end_logits, rings, tuple(packed), rounding_seed, experts
-    )
+        kv, dict(sorted(state.items())), end_logits, rings, tuple(packed), rounding_seed, experts,
+        frozenset(layer for layer, kv_spec in kv_specs.items() if kv_spec.window),
+    )  # fmt: skip
 
 
 def _packed_states(

@@ -11,8 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """`kind` is "default", "linear" (positions divided by `factor`) or "llama3" (low frequencies
-    divided by `factor`, high ones kept)."""
+    """`kind` is "default", "linear" (positions divided by `factor`), "llama3" (low frequencies
+    divided by `factor`, high ones kept) or "proportional" (only the highest `rotated` part of the
+    frequencies turns anything)."""
 
     theta: float
     rotary_dim: int
@@ -21,6 +22,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    rotated: float = 1.0
 
 
 def inverse_frequencies(config: RopeConfig) -> Tensor:
@@ -34,6 +36,9 @@ def _inverse_frequencies(config: RopeConfig) -> Tensor:
     exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
     frequencies = 1.0 / (config.theta**exponent)
     if config.kind == "linear":
+        return frequencies / config.factor
+    if config.kind == "proportional":
+        frequencies[int(config.rotated * config.rotary_dim // 2) :] = 0.0
         return frequencies / config.factor
     if config.kind == "llama3":
         # As in the Llama 3.1 release: between the two wavelengths the two are blended.

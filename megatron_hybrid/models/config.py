@@ -36,6 +36,7 @@ _DTYPES = {
 MAMBA, ATTENTION, DENSE_MLP, EXPERTS, GATED_DELTA_NET = "M", "*", "-", "E", "G"
 MAMBA1, SHORT_CONV, SIDE_BY_SIDE, SHARED_TRANSFORMER = "S", "C", "H", "Z"
 LATENT_ATTENTION, KIMI_DELTA_ATTENTION, LIGHTNING_ATTENTION = "A", "K", "N"
+SLIDING_ATTENTION = "L"
 # RWKV's mixing of time and of channels; Griffin's recurrent unit; xLSTM's cell.
 TIME_MIX, CHANNEL_MIX, RG_LRU, MLSTM = "W", "F", "R", "X"
 # Whose kernels are in plain torch alone; and of these whose states hold exponents.
@@ -100,6 +101,7 @@ class HybridModelConfig:
         C  short convolution   A  latent attention      W  RWKV's time mixing
         N  lightning attention K  Kimi delta attention  F  RWKV's channel mixing
         R  real-gated linear recurrent unit             X  mLSTM
+        L  attention with a sliding window (local)
 
     Every block is x + residual_multiplier * mixer(norm(x)), or as its BlockForm says. The
     description of a kind of block is None when the pattern has none of it; `others` has those of

@@ -434,8 +434,7 @@ class HybridModel(nn.Module):
         """What kernels work out on the host once a step, for all layers."""
         kernels = self.kernels
         attention = {
-            kind: layer.plan(inputs.paged, caches, kernels)
-            for kind, layer in self._attentions.items()
+            kind: layer.plan(inputs, caches, kernels) for kind, layer in self._attentions.items()
         }
         recurrent = {
             kind: layer.plan(

@@ -170,13 +170,25 @@ def latent_attention(
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, sequences: Sequences
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    sequences: Sequences,
+    window: int = 0,
 ) -> Tensor:
-    """[T, heads, head_dim]: softmax attention to what is not behind a token."""
+    """[T, heads, head_dim]: softmax attention to what is not behind a token. `window`: of
+    AttentionShape."""
     q, k, v = (sequences.padded(x.float()).transpose(1, 2) for x in (query, key, value))
     repeats = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    seen = None
+    if window:
+        every = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
+        seen = every.tril() & every.triu(1 - window)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale
+    )
     return sequences.packed(out.transpose(1, 2)).to(query.dtype)
 
 

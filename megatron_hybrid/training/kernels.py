@@ -200,7 +200,8 @@ class _Attention(Over):
     def plan(self, paged: PagedSequences, shape: AttentionShape) -> PassPlan:
         """As in Attention."""
         assert not shape.first_position
-        return PassPlan(self.inner.plan(paged, shape), shape.scale, paged.kv_slot)
+        where = shape.scale, paged.kv_slot, shape.window
+        return PassPlan(self.inner.plan(paged, shape), *where)
 
     def attend(self, query: Tensor, cache: KVCache, plan: PassPlan) -> Tensor:
         """As in Attention."""
@@ -209,7 +210,8 @@ class _Attention(Over):
         def kernel(query: Tensor, *_: Tensor) -> Any:
             return self.inner.attend(query, cache, plan.inner)
 
-        formula = partial(formulas.attention, scale=plan.scale, sequences=self.sequences)
+        scale, window = plan.scale, plan.window
+        formula = partial(formulas.attention, scale=scale, sequences=self.sequences, window=window)
         y: Tensor = recomputed(kernel, formula, query, key, value)
         return y
 

@@ -23,6 +23,7 @@ class PassPlan:
     inner: Plan
     scale: float
     kv_slot: Tensor
+    window: int = 0  # of AttentionShape
 
 
 def stored_rows(stored: Tensor, places: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

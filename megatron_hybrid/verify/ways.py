@@ -132,7 +132,7 @@ class _Runs:
         if not cache.enabled:
             return "prefix caching is off."
         geometry = self._llm.engine.cache_geometry
-        if geometry.has_recurrent and not geometry.num_cached_slots:
+        if geometry.needs_state and not geometry.num_cached_slots:
             return "no state is cached (--inference-dynamic-batching-prefix-caching-mamba-gb)."
         return ""
 

@@ -32,6 +32,13 @@ KINDS = {
     "gated_delta_net": ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"),
     "latent": ("kimi_linear", "bailing_hybrid"),
     "lightning": ("minimax", "bailing_moe_linear", "bailing_moe_v2_5"),
+    "windows": ("lfm3", "window_alone", "window_and_conv", "window_and_full"),
+}
+# An LFM3's layers.
+WINDOWED = {
+    "window_alone": ["sliding_attention"] * 3,
+    "window_and_conv": ["sliding_attention", "conv"],
+    "window_and_full": ["full_attention", "sliding_attention"],
 }
 assert set(FAMILIES) <= {kind for kinds in KINDS.values() for kind in kinds}
 
@@ -71,11 +78,12 @@ ESSENTIAL = {
 # Of the same layers as another kind: one test shows that their weights are in place.
 LIKE_OTHERS = {
     *("nemotron_h_moe", "granite_moe_hybrid", "recurrent_only", "qwen3", "falcon_mamba"),
-    *("lfm2_moe", "qwen3_5"),
+    *("lfm2_moe", "qwen3_5", "window_and_conv"),
 }
 # Whose answers are compared with drafts, too; test_logits.py has all families' logits with them.
 DRAFTED = {
     *("qwen3_next", "bamba", "falcon_h1", "zamba2", "jamba", "lfm2", "bailing_hybrid", "minimax"),
+    *("lfm3", "window_alone"),
 }
 SMALLER_BUDGETS = {3, 41}  # of the two of each test
 
@@ -226,6 +234,9 @@ def make_oracle(
     if kind == "recurrent_only":
         layers = ["linear_attention", "mlp", "linear_attention"]
         model = make_tiny_model("nemotron_h", folder, chunk_size=GRID, layers_block_type=layers)
+    elif (layers := WINDOWED.get(kind)) is not None:
+        size = {"num_hidden_layers": len(layers), "layer_types": layers}
+        model = make_tiny_model("lfm3", folder, **size)
     else:
         family = "nemotron_h" if asynchronous else kind
         model = make_tiny_model(family, folder, chunk_size=GRID)
@@ -433,12 +444,15 @@ def small_llm(oracle: Oracle, blocks: int = 12, **options: object) -> LLM:
     geometry, caches = engine.context.geometry, engine.runner._caches
     kv = (blocks + 1) * geometry.bytes_per_block  # one is the dummy block
     live = 3 * geometry.bytes_per_slot  # without recurrent layers: prompts' logits
+    of_windows = 3 * geometry.window_quota + 40 // GRID + 2 if geometry.has_window else 0
+    live += of_windows * geometry.bytes_per_window_block
     for rings in caches.rings.values():
         live += 3 * sum(ring[0].nbytes for ring in (rings.conv, *rings.inputs))
+    kept = geometry.bytes_per_cached_slot + 1
     return oracle.llm(
         inference_dynamic_batching_max_requests=3,
         inference_dynamic_batching_buffer_size_gb=(kv + live + 1) / GIB,
-        inference_dynamic_batching_prefix_caching_mamba_gb=(2 * geometry.bytes_per_slot + 1) / GIB,
+        inference_dynamic_batching_prefix_caching_mamba_gb=2 * kept / GIB,
         inference_dynamic_batching_max_tokens=40,
         **options,
     )
@@ -473,6 +487,7 @@ PREEMPTED = {
     "in_flight": PREEMPTIONS[2:3],
     "jamba": PREEMPTIONS[1:2],
     "lfm2": PREEMPTIONS[4:],
+    "lfm3": PREEMPTIONS[:1],
     "llama": PREEMPTIONS[2:3],
 }
 

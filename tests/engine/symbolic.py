@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -120,6 +121,7 @@ class SymbolicRunner:
         self.lose_next: BaseException | None = None
         self.launches = 0  # those before the present one
         self._kv = SymbolicMemory({}, lambda: self.launches)
+        self._window: dict[int, int] = {}  # KV of layers with a sliding window, by place
         self._states = SymbolicMemory({0: EMPTY}, lambda: self.launches)
         self.roundings: dict[int, int] = {0: 0}  # by slot: how often what is in it was packed
         # by row and place: of tokens since the states of batch-invariant mode, which lie on a grid
@@ -233,6 +235,7 @@ class SymbolicRunner:
             assert len(self._emitted[row]) == 1, "accepted drafts are not in the state"
             hashes, end = prefix_hashes(text), len(text)
             self._attend(row, hashes, end - 1)
+            self._attend_window(row, hashes, end - 1)
             is_written = plan.writes is None or plan.writes[index]
             slots = int(rows.read_slot[row]), int(rows.write_slot[row]) if is_written else None
             begin = end - 1 - int(rows.unfolded[row])
@@ -250,6 +253,7 @@ class SymbolicRunner:
         fed = text + [max(draft, 0) for draft in drafts]
         hashes, end = prefix_hashes(fed), len(text)
         self._attend(row, hashes, end - 1)
+        self._attend_window(row, hashes, end - 1)
         # the state takes up what was accepted, and the next token, but no draft
         slots = int(rows.read_slot[row]), int(rows.write_slot[row])
         begin = end - 1 - held - int(rows.unfolded[row])
@@ -339,6 +343,7 @@ class SymbolicRunner:
     ) -> int:  # fmt: skip
         hashes = prefix_hashes(history.tolist())
         self._attend(row, hashes[: end + 1], max(start, write_from))
+        self._attend_window(row, hashes[: end + 1], start)
         assert all(start < position < end for position, _ in checkpoints)
         begin = self._context.geometry.floor_granule(start)
         slots = read_slot, write_slot
@@ -362,6 +367,33 @@ class SymbolicRunner:
                 assert not self._in_tail(block, position)
                 self._kv[place] = expected
             assert self._kv.get(place) == expected, f"wrong KV at {position}"
+
+    def _attend_window(self, row: int, hashes: Sequence[int], start: int) -> None:
+        """Write the KV of the tokens from `start` on, and read what they see."""
+        geometry, table = self._context.geometry, self._context.rows.window_table
+        if not geometry.has_window:
+            return
+        assert table is not None
+        size, first = geometry.block_size, self._context.rows.window_first[row]
+        for position in range(max(0, start - geometry.window + 1), len(hashes) - 1):
+            block = int(table[row, position // size])
+            assert position // size >= first, f"the window's KV at {position} was given back"
+            place = block * size + position % size
+            assert block, "the dummy block is in a table"
+            if position >= start:
+                assert not self._is_kept(block, position), "what others go on from is written"
+                self._window[place] = hashes[position + 1]
+            assert self._window.get(place) == hashes[position + 1], f"wrong KV at {position}"
+
+    def _is_kept(self, block: int, position: int) -> bool:
+        """Whether a cached state needs this place."""
+        size = self._context.geometry.block_size
+        for state in self._context.cache.states.cached():
+            if state.window and block in state.window:
+                whole = state.window[-1] != block or state.position % size == 0
+                if whole or position % size < state.position % size:
+                    return True
+        return False
 
     def _advance(
         self, row: int, hashes: Sequence[int], begin: int, start: int, end: int,
@@ -421,6 +453,11 @@ class SymbolicRunner:
             assert 0 < copy.num_tokens < size and copy.source and copy.destination
             for i in range(copy.num_tokens):
                 self._kv[copy.destination * size + i] = self._kv[copy.source * size + i]
+        for copy in plan.window_copies:
+            assert 0 < copy.num_tokens < size and copy.source and copy.destination
+            for i in range(copy.num_tokens):
+                place = copy.source * size + i
+                self._window[copy.destination * size + i] = self._window.get(place, EMPTY)
 
     def _is_mapped(self, block: int) -> bool:
         return block in self._context.kv_hash_to_block_id.values()
@@ -474,6 +511,8 @@ def make_engine(
     write_interval: int | None = None,
     packed: bool = False,
     batch_invariant: bool = False,
+    window: int = 0,
+    spare_window_blocks: int = 8,
     host_pages: int = 0,
     slowest_copy: int = 1,
     bytes_per_token: float = 1.0,
@@ -484,10 +523,11 @@ def make_engine(
     """`asynchronous`: None for what the test is run with, see conftest.py. `drafts`: the most of a
     request in a step. `right`: see GoodGuesses. `write_interval`: None for 3 with a step in flight,
     1 without. `packed`: cached states are. `batch_invariant`: states lie on the grid of the kernel
-    chunk alone, and are not packed. `host_pages`: of what the device forgets; `slowest_copy`: steps
-    that one takes to come or go, at most; `bytes_per_token`: see HostTier. `store`: below that, as
-    slow; its engines have the same weights. `ranks`: that decide alike; `seed`: of how long each
-    copy of this one takes."""
+    chunk alone, and are not packed. `window`: of layers with one; `spare_window_blocks`: beside
+    those which are promised to running requests. `host_pages`: of what the device forgets;
+    `slowest_copy`: steps that one takes to come or go, at most; `bytes_per_token`: see HostTier.
+    `store`: below that, as slow; its engines have the same weights. `ranks`: that decide alike;
+    `seed`: of how long each copy of this one takes."""
     asynchronous = default_asynchronous if asynchronous is None else asynchronous
     if write_interval is None:
         write_interval = 3 if asynchronous else 1
@@ -506,6 +546,16 @@ def make_engine(
         bytes_per_packed_state=1 if packed and recurrent else None,
         granule=granule,
     )
+    if window:
+        geometry = replace(
+            geometry,
+            window=window,
+            bytes_per_window_block=1,
+            most_ahead=2 * drafts + 2 if drafts else 1,
+            window_alignment=2 * block_size if batch_invariant else 0,
+        )
+        least = max_requests * geometry.window_quota + 1
+        geometry = replace(geometry, num_window_blocks=least + spare_window_blocks)
     placement = CheckpointPlacement(geometry, exact_ends=exact_ends, interval=interval)
     context = DynamicInferenceContext(
         geometry,

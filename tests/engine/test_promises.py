@@ -130,7 +130,7 @@ def test_a_promise_at_the_very_end_of_a_prompt_counts_with_logits_alone():
     for request_id in ("a", "b"):
         engine.add_request(request_id, T[:20], greedy(1))
     request, _ = engine.scheduler._waiting
-    keys = engine.context.keys_of(request)
+    keys = engine.context.keys.of(request)
     for has_logits in (False, True):
         promises = Promises(block_size=4)
 

@@ -39,6 +39,8 @@ class EngineMachine(RuleBasedStateMachine):
         right=st.sampled_from([0.3, 0.8, 1.0]),
         packed=st.booleans(),
         batch_invariant=st.sampled_from([False, False, True]),
+        window=st.sampled_from([0, 0, 1, 3, 9, 24]),
+        spare_window_blocks=st.sampled_from([0, 0, 3, 20]),
         host_pages=st.sampled_from([0, 40, 150]),
         slowest_copy=st.integers(1, 5),
         store=st.sampled_from([None, (0.0, 0.0), (0.2, 0.05)]),
@@ -52,6 +54,8 @@ class EngineMachine(RuleBasedStateMachine):
             "attention": kind != "recurrent",
             "recurrent": kind != "attention",
         }
+        if options["window"]:  # which memory of the host does not have
+            self.options |= {"host_pages": 0, "store": None}
         self.engine = make_engine(**self.options)
         self.submitted, self.restarted = 0, False
         self.prompts: dict[Answer, list[int]] = {}
@@ -257,7 +261,7 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(100):  # what is under way comes to its end
             transfers.begin_step(10**6)
         use = self.engine.context.cache.occupancy()
-        assert use.kv_used == 0 and use.state_used == 0, "something leaked"
+        assert use.kv_used == use.state_used == use.window_used == 0, "something leaked"
         assert not list(self.engine.scheduler.twins.pins), "something is kept for nobody"
         assert not list(transfers.pins()), "something is kept for nobody"
         stats = self.engine.stats()

@@ -69,6 +69,8 @@ def attention(request: pytest.FixtureRequest) -> Any:
         attention_shape(16, 4, 64, 32, BF16, kv_dtype=FP8),
         attention_shape(16, 2, 256, 64, BF16, kv_dtype=FP8),
         attention_shape(16, 4, 64, 64, torch.float16, kv_dtype=FP8),
+        attention_shape(16, 4, 128, 64, BF16, window=256),
+        attention_shape(16, 4, 128, 64, BF16, kv_dtype=FP8, window=100),
     ],
     ids=str,
 )
@@ -324,6 +326,7 @@ SIZES = [
         attention_shape(32, 8, 128, 64, BF16),
         attention_shape(32, 2, 128, 400, BF16),
         attention_shape(32, 8, 128, 64, BF16, kv_dtype=FP8),
+        attention_shape(16, 4, 128, 64, BF16, window=256),
     ],
     ids=str,
 )

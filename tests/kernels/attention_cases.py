@@ -3,7 +3,7 @@ float64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -30,12 +30,14 @@ def attention_shape(
     dtype: torch.dtype = torch.float32,
     first_position: int = 0,
     kv_dtype: torch.dtype | None = None,
+    window: int = 0,
 ) -> AttentionShape:
     """`kv_dtype`: None: the same as `dtype`."""
     scale = 0.9 * head_dim**-0.5  # not the usual one, which kernels take by themselves
     return AttentionShape(
-        heads, kv_heads, head_dim, scale, block_size, dtype, kv_dtype or dtype, first_position
-    )
+        heads, kv_heads, head_dim, scale, block_size, dtype, kv_dtype or dtype, first_position,
+        window,
+    )  # fmt: skip
 
 
 @dataclass
@@ -162,6 +164,8 @@ def naive(query: Tensor, key: Tensor, value: Tensor, start: int, shape: Attentio
     position = torch.arange(start, start + n, device=query.device)
     at = torch.arange(len(key), device=query.device)
     hidden = (at > position[:, None]) | (at < shape.first_position)
+    if shape.window:
+        hidden |= at <= position[:, None] - shape.window
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     return torch.einsum("hnk,khd->nhd", weights, v)
 
@@ -189,6 +193,94 @@ def check_first_position(attention: Any, lengths: Lengths, **kwargs: Any) -> Non
     for first in (1, 3):
         shape = attention_shape(first_position=first)
         check(attention, [(n, keys + first) for n, keys in lengths], shape, **kwargs)
+
+
+# Decodes and prompts that end before, at and behind the edges of windows, blocks and tiles; long
+# ones of which whole tiles see nothing of each other.
+WINDOW_LENGTHS = [
+    (1, 1), (1, 7), (1, 8), (1, 9), (1, 70), (1, 200), (1, 321), (3, 3), (3, 70), (7, 7), (8, 8),
+    (9, 9), (5, 40), (60, 64), (2, 65), (130, 131), (140, 140), (150, 290),
+]  # fmt: skip
+WINDOWS = (1, 2, 8, 9, 64, 100)
+
+
+def check_windows(
+    attention: Any,
+    lengths: Lengths = WINDOW_LENGTHS,
+    windows: Iterable[int] = WINDOWS,
+    *,
+    tolerance: float = 1e-5,
+    decodes: int | None = None,
+    device: str = "cpu",
+    **shape: Any,
+) -> None:
+    """A token sees so many tokens, itself included. What is in blocks before all windows of a
+    sequence may be NaN, if whole tiles of keys are: its sequence may begin behind them."""
+    for window in windows:
+        of = attention_shape(window=window, **shape)
+        where = {"decodes": decodes, "device": device}
+        check(attention, lengths, of, tolerance=tolerance, **where)
+        check_begins_behind(attention, lengths, of, tolerance=tolerance, **where)
+
+
+def check_begins_behind(
+    attention: Any,
+    lengths: Lengths,
+    shape: AttentionShape,
+    *,
+    tolerance: float,
+    keys: int = 1,
+    **kwargs: Any,
+) -> Tensor:
+    """The same is computed of sequences of which the first blocks are gone, at multiples of `keys`
+    tokens; returns it."""
+    step = attention_step(lengths, shape, **kwargs)
+    paged, host, size = step.paged, step.paged.host, shape.block_size
+    queries, unit = np.diff(host.cu_seqlens), np.lcm(size, keys)
+    first = np.maximum(0, host.kv_length - queries - shape.window + 1) // unit * unit // size
+    blocks = np.diff(host.kv_indptr)
+    table = np.zeros((len(queries), int(blocks.max()) + 1), dtype=np.int64)
+    for row, skipped in enumerate(first.tolist()):
+        own = host.kv_indices[host.kv_indptr[row] : host.kv_indptr[row + 1]]
+        gone = torch.from_numpy(own[:skipped].astype(np.int64))
+        for stored in (step.cache.key, step.cache.value):
+            bytes_of(stored)[gone] = bytes_of(stored.new_full((), torch.nan))
+        table[row, : len(own) - skipped] = own[skipped:]
+    later = PagedHost.of(queries, host.kv_length - first * size, table, size)
+    view = paged_sequences(later, paged.kv_slot, paged.num_decodes, str(paged.kv_slot.device))
+    plan = attention.plan(view, shape)
+    attention.append(step.key, step.value, step.cache, plan)
+    out: Tensor = attention.attend(step.query, step.cache, plan)
+    torch.testing.assert_close(out.double(), step.expected, atol=tolerance, rtol=tolerance)
+    return out
+
+
+def check_bits_of_windows(
+    attention: Any, keys: int, windows: Iterable[int] = WINDOWS, **shape: Any
+) -> None:
+    """Where a sequence begins, at multiples of `keys` tokens, changes no bit; nor do others."""
+    lengths = [(1, 70), (1, 110), (3, 90), (40, 80), (1, 9)]
+    for window in windows:
+        of = attention_shape(window=window, **shape)
+        step = attention_step(lengths, of, decodes=2)
+        plan = attention.plan(step.paged, of)
+        attention.append(step.key, step.value, step.cache, plan)
+        whole = attention.attend(step.query, step.cache, plan)
+        behind = check_begins_behind(attention, lengths, of, tolerance=1e-5, keys=keys, decodes=2)
+        assert torch.equal(whole, behind)
+        for places in ([0], [3, 4], [6, 7, 8], list(range(25, 45))):
+            owner = np.searchsorted(step.paged.host.cu_seqlens, places[0], side="right") - 1
+            end = int(step.paged.host.cu_seqlens[owner + 1])
+            host = step.paged.host
+            blocks = host.kv_indices[host.kv_indptr[owner] : host.kv_indptr[owner + 1]]
+            kv_length = int(host.kv_length[owner]) - (end - 1 - places[-1])
+            alone = PagedHost.of(
+                np.array([len(places)]), np.array([kv_length]), blocks[None], of.block_size
+            )
+            one = paged_sequences(alone, step.paged.kv_slot[places], 0, "cpu")
+            plan = attention.plan(one, of)
+            out = attention.attend(step.query[places], step.cache, plan)
+            assert torch.equal(out, whole[places])
 
 
 def check_gathered(

@@ -28,10 +28,12 @@ from tests.kernels.attention_cases import (  # noqa: E402
     attention_shape,
     attention_step,
     check,
+    check_bits_of_windows,
     check_copied_tokens,
     check_first_position,
     check_masked_writes,
     check_stored_fp8,
+    check_windows,
     in_turns,
     padded_sequences,
     poisoned_cache,
@@ -92,6 +94,13 @@ def test_the_first_positions_may_be_hidden() -> None:
     for decodes in (2, 0):
         step = attention_step([(1, 1), (1, 9)], shape, decodes=decodes)
         assert not attended(small(), step, shape)[0].any()
+
+
+def test_a_token_sees_a_window() -> None:
+    lengths = [(1, 9), (1, 8), (1, 70), (3, 3), (9, 40), (60, 64), (2, 65)]
+    check_windows(small(), lengths, usually([9], [1, 2, 8, 9, 64, 100]), decodes=3)
+    check_windows(small(rows=64), [(1, 40), (3, 70), (40, 90)], [9], decodes=1)
+    check_bits_of_windows(small(), KEYS, usually([20], [2, 9, 20, 64]), block_size=16)
 
 
 def test_fp8_keys_and_values_are_attended_to_as_they_are_stored() -> None:

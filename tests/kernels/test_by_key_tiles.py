@@ -14,6 +14,8 @@ from tests.kernels.attention_cases import (
     AttentionStep,
     attention_shape,
     attention_step,
+    check_bits_of_windows,
+    check_windows,
     paged_sequences,
 )
 from tests.thorough import usually
@@ -59,6 +61,12 @@ def test_queries_have_their_values_and_the_bits_that_they_have_alone(
             one = by_key_tiles.attend(step.query[at], step.cache, by_key_tiles.plan(paged, shape))
             assert torch.equal(one, found[at]), (i, j)
         first += queries
+
+
+def test_a_token_sees_a_window() -> None:
+    check_windows(by_key_tiles, decodes=7)
+    check_windows(by_key_tiles, [(140, 140), (130, 300)], [8, 100])
+    check_bits_of_windows(by_key_tiles, by_key_tiles.KEYS, block_size=16)
 
 
 def test_a_first_position_and_more_queries_than_are_gathered_at_once() -> None:

@@ -13,6 +13,7 @@ from tests.kernels.attention_cases import (
     check_gathered,
     check_masked_writes,
     check_stored_fp8,
+    check_windows,
 )
 
 
@@ -78,6 +79,12 @@ def test_the_first_positions_may_be_hidden(scattered: bool) -> None:
     check_first_position(reference, lengths, scattered=scattered)
     for one in lengths:
         check_first_position(reference, [one], scattered=scattered)
+
+
+def test_a_token_sees_a_window() -> None:
+    check_windows(reference, decodes=7)
+    for one in [(1, 90), (140, 140), (130, 300), (1100, 1200)]:
+        check_windows(reference, [one], [8, 100, 400])
 
 
 def test_bfloat16_follows_float32() -> None:

@@ -26,6 +26,7 @@ from tests.kernels.attention_cases import (  # noqa: E402
     check_gathered,
     check_masked_writes,
     check_stored_fp8,
+    check_windows,
 )
 
 
@@ -92,6 +93,17 @@ def test_the_first_positions_may_be_hidden(splits: int) -> None:
     plan = attention.plan(step.paged, shape)
     attention.append(step.key, step.value, step.cache, plan)
     assert not attention.attend(step.query, step.cache, plan)[0].any()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_token_sees_a_window(splits: int) -> None:
+    """On the kernel for prompts, and on that for decodes, with 16 bits and 8."""
+    lengths = [(1, 9), (1, 8), (1, 70), (3, 3), (9, 40), (60, 64), (2, 65)]
+    check_windows(SplitAttention(splits), lengths, usually([9], [1, 8, 9, 64]), decodes=3)
+    decodes = [(1, 9), (1, 64), (1, 65), (0, 3), (1, 150), (3, 5), (8, 70)]
+    for kv_dtype, window in ((torch.float32, 40), (FP8, 64)):
+        shape = {"heads": 2, "kv_heads": 1, "head_dim": 32, "block_size": 32, "kv_dtype": kv_dtype}
+        check_windows(SplitAttention(splits), decodes, [window], decodes=7, **shape)
 
 
 @pytest.mark.parametrize(("head_dim", "block_size"), [(16, 1), (24, 3), (80, 16)])

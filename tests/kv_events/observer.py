@@ -72,7 +72,7 @@ class Observer:
         contents, cache = self.contents, self.cache
         assert contents.epoch == cache.epoch
         assert contents.has_attention == cache.geometry.has_attention
-        assert contents.has_recurrent == cache.geometry.has_recurrent
+        assert contents.has_recurrent == cache.geometry.needs_state
         assert contents.held.keys() <= self.stores().keys()
         for medium, store in self.stores().items():
             self.check_held(self.held(medium), store)

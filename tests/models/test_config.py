@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.layers.attention import AttentionConfig
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.weights import load_model
 from megatron_hybrid.models.config import resolve_dtype
@@ -197,6 +198,13 @@ def test_nemotron_options_that_are_refused(
         ("minimax", {"shared_intermediate_size": 64}, "shared_intermediate_size = 64"),
         ("minimax", {"model_type": "minimax_m1"}, "has no 'postnorm'"),
         ("lfm2", {"layer_types": None}, "neither layer_types nor full_attn_idxs"),
+        ("lfm2", {"layer_types": ["sliding_attention"]}, "type 'sliding_attention'"),
+        ("lfm3", {"attention_bias": True}, "attention_bias = True"),
+        (
+            "lfm3",
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "RoPE of type 'yarn'",
+        ),
     ],
 )
 def test_options_of_other_families_that_are_refused(
@@ -218,6 +226,21 @@ def test_layers_that_old_folders_count_instead_of_listing(tiny: Tiny, tmp_path: 
     read = [ModelFolder.open(write(tmp_path, values)).config for values in (lfm2, qwen)]
     assert read[0] == ModelFolder.open(tiny("lfm2").folder).config
     assert read[1].pattern == "GE*-GE*E"
+
+
+def test_an_lfm3_that_says_little_has_the_usual_layers_and_rotations(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    values = values_of(tiny("lfm3"))
+    expected = ModelFolder.open(tiny("lfm3").folder).config
+    read = ModelFolder.open(write(tmp_path, values | {"rope_parameters": None})).config
+    assert read == expected and read.pattern == "C-L-*-L-C-"
+    short = values | {"layer_types": None, "num_hidden_layers": 9, "sliding_window": None}
+    read = ModelFolder.open(write(tmp_path, short)).config
+    assert read.pattern == "C-C-*-C-L-C-*-C-L-"
+    sliding = read.others["L"]
+    assert isinstance(sliding, AttentionConfig) and sliding.window == 256 and read.attention
+    assert sliding.rope != read.attention.rope and not read.attention.window
 
 
 def test_ling_as_old_as_2_6_is_known_by_its_architecture(tiny: Tiny, tmp_path: Path) -> None:

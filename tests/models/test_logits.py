@@ -312,6 +312,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "lfm3 with biases, without gates and norms behind its layers, of the usual layers": (
+        "lfm3",
+        {
+            "attention_bias": True,
+            "conv_bias": True,
+            "use_attention_gate": False,
+            "use_sandwich_norm": False,
+            "layer_types": None,
+            "rope_parameters": None,
+            "num_hidden_layers": 6,
+            "sliding_window": 5,
+        },
+    ),
     "lfm2 with experts chosen without a bias": (
         "lfm2_moe",
         {"use_expert_bias": False, "norm_topk_prob": False},

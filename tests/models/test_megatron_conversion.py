@@ -53,6 +53,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mamba", {}, "Mamba1"),
     ("jamba", {}, "Mamba1"),
     ("lfm2", {}, "short convolutions"),
+    ("lfm3", {"layer_types": ["sliding_attention"] * 5}, "letter for attention with a sliding"),
+    (
+        "lfm3",
+        {"layer_types": ["full_attention"] * 5, "use_sandwich_norm": False},
+        "gate for each head",
+    ),
     ("granite_moe_hybrid", {}, "embedding multiplier|scale of attention"),
     ("nemotron_h_moe", {}, "3 experts a token in 2 groups"),
     ("nemotron_h", {"use_bias": True}, "bias in Mamba's projections"),

@@ -36,6 +36,7 @@ PARAMETERS = {
     "lfm2-1.2b": (1.17, "model card"),
     "lfm2-8b-a1b": (8.34, "Hub; 8.3 B in the model card"),
     "ling-3.0-flash": (124.4, "124.41 in transformers' class"),
+    "lfm3-1.7b": (1.73, "1.7 B in its name; 1.729 in transformers' class"),
     "llama-3.1-8b": (8.03, "Hub"),
     "mamba-2.8b": (2.77, "Hub"),
     "mamba-codestral-7b": (7.285, "model card: 7,285,403,648"),

@@ -346,6 +346,10 @@ class FakeEngine(DynamicInferenceEngine):
             "state_used": 0,
             "state_cached": 0,
             "state_evictable": 0,
+            "window_blocks": 0,
+            "window_free": 0,
+            "window_used": 0,
+            "window_evictable": 0,
             "state_cached_by_age": _by_age(0),
             "last_step": {
                 "step": 0,

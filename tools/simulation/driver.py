@@ -28,9 +28,9 @@ from megatron_hybrid.engine.twins import Twins
 from megatron_hybrid.execution.plan import StepPlan, StepResult
 from megatron_hybrid.request import SamplingParams
 from simulation.parameters import MAX_CONTEXT
+from simulation.pools import MAX_TOKENS
 from simulation.sessions import Trace, TraceRequest
 
-MAX_TOKENS = 8192  # computed in one step; the engine's default
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
@@ -268,8 +268,10 @@ class Simulation:
         result.state_evictions = cache.states.evictions
         result.checkpoints_skipped = cache.checkpoints_skipped
         occupancy = cache.occupancy()
+        windows = geometry.window_of_state * geometry.bytes_per_window_block
         result.held_bytes = (
             occupancy.kv_cached * geometry.bytes_per_block
-            + occupancy.state_cached * geometry.bytes_per_cached_slot
+            + occupancy.state_cached * (geometry.bytes_per_cached_slot - windows)
+            + occupancy.window_evictable * geometry.bytes_per_window_block
         )
         return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_hybrid.cache.geometry import STAGED_SLOTS, CacheGeometry
 from simulation.parameters import MAX_CONTEXT
@@ -13,6 +13,7 @@ PACKED_BYTES = {"int8": 1, "bfloat16": 2}  # an element of a cached state
 
 BLOCK_SIZE = 128
 MAX_REQUESTS = 128  # that run at a time
+MAX_TOKENS = 8192  # computed in one step; the engine's default
 LIVE_SHARE = 0.25  # of a pool, at most, is for the states of running requests
 
 # Candidates for the share of cached states in what live states leave of a pool; each policy is
@@ -35,11 +36,18 @@ class ModelShape:
     kernel_chunk: int  # tokens
     attention_width: int  # query heads x head dimension
     parameters: int  # that one token is multiplied with, embeddings left out
+    window: int = 0  # tokens that a token sees in some layers; 0: there are none
+    window_layers: int = 0  # beside the attention layers above
 
     @property
     def bytes_per_token(self) -> int:
         """KV of one token."""
         return self.attention_layers * 2 * self.kv_heads * self.head_dim * KV_BYTES
+
+    @property
+    def bytes_per_window_token(self) -> int:
+        """KV of one token in layers with a sliding window."""
+        return self.window_layers * 2 * self.kv_heads * self.head_dim * KV_BYTES
 
     @property
     def bytes_per_state(self) -> int:
@@ -97,6 +105,22 @@ SHAPES = {
         attention_width=16 * 256,
         parameters=3_000_000_000,
     ),
+    # 24 layers: 13 short convolutions, 6 attention, 5 with a window of 256 tokens; MLP in each
+    "lfm3-1.7b": ModelShape(
+        attention_layers=6,
+        kv_heads=4,
+        head_dim=128,
+        recurrent_layers=13,
+        state_elements=0,
+        head_dim_of_states=1,
+        conv_channels=2048,
+        conv_width=7,
+        kernel_chunk=1,
+        attention_width=16 * 128,
+        parameters=1_460_000_000,
+        window=256,
+        window_layers=5,
+    ),
 }
 
 
@@ -114,25 +138,29 @@ def divide_pool(
     one request of the longest context and its state.
     """
     bytes_per_block = shape.bytes_per_token * block_size
-    live = min(MAX_REQUESTS, int(pool_bytes * LIVE_SHARE) // shape.bytes_per_state)
+    sizes = _empty(shape, block_size)
+    window_block, of_prompts = sizes.bytes_per_window_block, MAX_TOKENS // block_size + 1
+    own_window = sizes.window_quota * window_block
+    pool_bytes -= (of_prompts + 1) * window_block  # and the dummy
+    live = min(MAX_REQUESTS, int(pool_bytes * LIVE_SHARE) // (shape.bytes_per_state + own_window))
     packed = None if cached_dtype is None else shape.bytes_per_packed_state(cached_dtype)
     staged = 0 if packed is None else min(STAGED_SLOTS, live)
-    rest = pool_bytes - (live + staged) * shape.bytes_per_state
+    rest = pool_bytes - (live + staged) * shape.bytes_per_state - live * own_window
+    of_state = (packed or shape.bytes_per_state) + sizes.window_of_state * window_block
+    cached = int(rest * split) // of_state
     num_blocks = int(rest * (1 - split)) // bytes_per_block
     if live < 1 or num_blocks * block_size < MAX_CONTEXT:
         raise ValueError(
             f"A pool of {pool_bytes / 2**30:.2f} GiB with {split:.0%} for states holds {live} live "
             f"states and KV of {num_blocks * block_size} tokens; it takes 1 and {MAX_CONTEXT}."
         )
-    return CacheGeometry(
-        block_size=block_size,
-        kernel_chunk=shape.kernel_chunk,
+    return replace(
+        sizes,
         num_blocks=num_blocks,
         max_requests=live,
-        num_cached_slots=int(rest * split) // (packed or shape.bytes_per_state),
-        bytes_per_block=bytes_per_block,
-        bytes_per_state=shape.bytes_per_state,
+        num_cached_slots=cached,
         bytes_per_packed_state=packed,
+        num_window_blocks=_window_blocks(sizes, live, cached),
     )
 
 
@@ -140,12 +168,34 @@ def unlimited_pool(
     shape: ModelShape, blocks: int, slots: int, block_size: int = BLOCK_SIZE
 ) -> CacheGeometry:
     """Room for everything that a trace can leave behind, whatever it costs."""
-    return CacheGeometry(
-        block_size=block_size,
-        kernel_chunk=shape.kernel_chunk,
+    sizes = _empty(shape, block_size)
+    return replace(
+        sizes,
         num_blocks=blocks,
         max_requests=MAX_REQUESTS,
         num_cached_slots=slots,
+        num_window_blocks=_window_blocks(sizes, MAX_REQUESTS, slots),
+    )
+
+
+def _empty(shape: ModelShape, block_size: int) -> CacheGeometry:
+    """Sizes of a model, and no room."""
+    return CacheGeometry(
+        block_size=block_size,
+        kernel_chunk=shape.kernel_chunk,
+        num_blocks=0,
+        max_requests=0,
+        num_cached_slots=0,
         bytes_per_block=shape.bytes_per_token * block_size,
         bytes_per_state=shape.bytes_per_state,
+        window=shape.window,
+        bytes_per_window_block=shape.bytes_per_window_token * block_size,
     )
+
+
+def _window_blocks(sizes: CacheGeometry, requests: int, states: int) -> int:
+    """For so many, even if they share nothing, and a step's prompts."""
+    if not sizes.has_window:
+        return 0
+    of_prompts = MAX_TOKENS // sizes.block_size + 1
+    return requests * sizes.window_quota + states * sizes.window_of_state + of_prompts

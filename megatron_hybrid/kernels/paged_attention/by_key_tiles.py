@@ -30,8 +30,8 @@ class _Queries:
 
     first: int
     last_key: Tensor  # [N] the last position that each sees, counted from first_position
-    # By tile: how many queries it is not past of (the others stand behind them), the rows of their
-    # keys [N * KEYS] in the flattened cache, and which of them are not seen [N, KEYS].
+    # By tile: the n queries that see some of its keys, the rows of these keys [n * KEYS] in the
+    # flattened cache, and which of them are not seen [n, KEYS].
     tiles: list[tuple[Tensor, Tensor, Tensor]]
 
 
@@ -57,13 +57,14 @@ def plan(paged: PagedSequences, shape: AttentionShape) -> AttentionPlan:
     for first in range(0, len(sequence), _QUERIES):
         last, of = last_key[first : first + _QUERIES], sequence[first : first + _QUERIES]
         tiles = []
-        for begin in range(0, int(last.max()) + 1, KEYS):
-            active = (last >= begin).nonzero().squeeze(1)
+        seen_from = (last - shape.window + 1).clamp(min=0) if shape.window else last * 0
+        for begin in range(int(seen_from.min()) // KEYS * KEYS, int(last.max()) + 1, KEYS):
+            active = ((last >= begin) & (seen_from < begin + KEYS)).nonzero().squeeze(1)
             position = begin + torch.arange(KEYS)
-            ends = last[active][:, None]
-            hidden = position > ends
-            # What is not seen repeats the last key that is: memory there may hold anything.
-            position = torch.minimum(position, ends) + shape.first_position
+            starts, ends = seen_from[active][:, None], last[active][:, None]
+            hidden = (position > ends) | (position < starts)
+            # What is not seen repeats a key that is: memory there may hold anything.
+            position = position.clamp(starts, ends) + shape.first_position
             block = blocks[indptr[of[active]][:, None] + position // shape.block_size].long()
             rows = block * shape.block_size + position % shape.block_size
             tiles.append((active.to(device), rows.flatten().to(device), hidden.to(device)))

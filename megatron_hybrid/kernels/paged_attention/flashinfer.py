@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,6 @@ from megatron_hybrid.kernels.contract import (
     AttentionShape,
     Ints,
     KVCache,
-    PagedHost,
     PagedSequences,
 )
 from megatron_hybrid.kernels.devices import processors
@@ -106,7 +105,7 @@ class _GatheredPrompts:
 
 @dataclass(frozen=True, slots=True)
 class FlashInferPlan:
-    """The wrappers as they are planned: only the latest plan of a FlashInferAttention may run."""
+    """Wrappers as they are planned: only a FlashInferAttention's latest plan of a shape may run."""
 
     decode: Any  # None where the step has no decodes; a TritonPlan for drafts and FP8
     prefill: _PromptsInBlocks | _GatheredPrompts | None  # None where it has no prompts
@@ -139,6 +138,7 @@ class FlashInferAttention:
         self._choose_kernel = choose
         self._triton = TritonAttention()
         self._wrappers: dict[AttentionShape, _Wrappers | None] = {}
+        self._workspace: Tensor | None = None  # of all shapes, whose kernels run in turn
 
     def plan(self, paged: PagedSequences, shape: AttentionShape) -> FlashInferPlan | TritonPlan:
         """As in Attention."""
@@ -155,7 +155,7 @@ class FlashInferAttention:
         is_ours = shape.kv_dtype == FP8 or decodes <= self._most_own
         # flashinfer plans with the lengths, which only the device knows where there are drafts
         if decodes and (paged.longest_run or is_ours):
-            decode = self._triton.plan(_decodes_of(paged), shape)
+            decode = self._triton.plan(paged.decodes_alone(), shape)
         elif decodes:
             decode = wrappers.plan_decodes(paged)
         return FlashInferPlan(
@@ -212,10 +212,12 @@ class FlashInferAttention:
             )
             return None
         hopper = torch.cuda.get_device_capability(device)[0] == 9
-        has_fa3 = hopper and shape.kv_dtype != FP8 and _has_kernels("fa3", shape)
-        # flashinfer wants zeros at first use
-        workspace = torch.zeros(self._workspace_bytes, dtype=torch.uint8, device=device)
-        return _Wrappers(shape, workspace, self._choose_kernel if has_fa3 else None)
+        # of keys in a window there are too few for what it gains
+        takes_fa3 = hopper and not shape.window and shape.kv_dtype != FP8
+        has_fa3 = takes_fa3 and _has_kernels("fa3", shape)
+        if self._workspace is None:  # flashinfer wants zeros at first use
+            self._workspace = torch.zeros(self._workspace_bytes, dtype=torch.uint8, device=device)
+        return _Wrappers(shape, self._workspace, self._choose_kernel if has_fa3 else None)
 
 
 class _Wrappers:
@@ -230,6 +232,7 @@ class _Wrappers:
             "sm_scale": shape.scale,
             "q_data_type": shape.dtype,
             "kv_data_type": shape.kv_dtype,
+            "window_left": shape.window - 1,  # tokens before its own; -1: all
         }
         self._workspace = workspace
         self._choose = choose
@@ -411,20 +414,6 @@ def _tables(paged: PagedSequences, first: int, end: int | None) -> dict[str, Ten
     }
 
 
-def _decodes_of(paged: PagedSequences) -> PagedSequences:
-    """The first sequences, without the prompts behind them."""
-    count, host = paged.num_decodes, paged.host
-    ends = host.cu_seqlens[: count + 1], host.kv_length[:count], host.kv_indptr[: count + 1]
-    return replace(
-        paged,
-        cu_seqlens=paged.cu_seqlens[: count + 1],
-        kv_length=paged.kv_length[:count],
-        kv_indptr=paged.kv_indptr[: count + 1],
-        last_block_length=paged.last_block_length[:count],
-        host=PagedHost(*ends, host.kv_indices, host.last_block_length[:count]),
-    )
-
-
 def _graph_of(paged: PagedSequences) -> _Graph | None:
     """None: the step is not one of a graph."""
     if not paged.static:
@@ -441,8 +430,7 @@ def _is_flashinfers(shape: AttentionShape) -> bool:
 def _has_kernels(backend: str, shape: AttentionShape) -> bool:
     """Whether flashinfer has, or can build, the module of a shape."""
     dtypes, dim = (shape.dtype, shape.kv_dtype, shape.dtype), shape.head_dim
-    # no position encoding (0), sliding window, logit cap or fp16 accumulation
-    variant = (0, False, False, False)
+    variant = (0, shape.window > 0, False, False)  # no positions, logit cap, fp16 accumulation
     try:
         get_batch_prefill_module(backend, *dtypes, torch.int32, dim, dim, *variant)
     except RuntimeError:

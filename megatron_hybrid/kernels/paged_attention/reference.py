@@ -55,19 +55,24 @@ def plan(paged: PagedSequences, shape: AttentionShape) -> AttentionPlan:
     """As in Attention."""
     host, device = paged.host, paged.kv_slot.device
     bounds: list[int] = host.cu_seqlens.tolist()
-    kv_length: list[int] = (host.kv_length - shape.first_position).tolist()  # that is seen
+    starts = np.full_like(host.kv_length, shape.first_position)  # of what is seen
+    if shape.window:
+        first_query = host.kv_length - np.diff(host.cu_seqlens)
+        starts = np.maximum(starts, first_query - shape.window + 1)
+    first: list[int] = starts.tolist()
+    kv_length: list[int] = (host.kv_length - starts).tolist()
     alike: dict[tuple[int, int], list[int]] = {}
     groups: list[_Group] = []
     for sequence, keys in enumerate(kv_length):
         queries = bounds[sequence + 1] - bounds[sequence]
         if queries > _SHORT_QUERIES:
-            groups += _long(host, sequence, bounds, keys, shape, device)
+            groups += _long(host, sequence, bounds, keys, first[sequence], shape, device)
         elif queries > 0:
             # Powers of two: padding at most doubles the work.
             kind = ((queries - 1).bit_length(), (max(keys, 64) - 1).bit_length())
             alike.setdefault(kind, []).append(sequence)
     for members in alike.values():
-        groups.append(_short(host, members, bounds, kv_length, shape, device))
+        groups.append(_short(host, members, bounds, kv_length, first, shape, device))
     return AttentionPlan(groups, paged.kv_slot.long(), shape.scale)
 
 
@@ -76,6 +81,7 @@ def _short(
     members: list[int],
     bounds: list[int],
     kv_length: list[int],
+    first: list[int],
     shape: AttentionShape,
     device: torch.device,
 ) -> _Group:
@@ -85,13 +91,16 @@ def _short(
     columns = torch.arange(most_keys, device=device)
     lengths = torch.tensor(keys, device=device)
     mask = None
-    causal = number == 1 and queries[0] == keys[0]
+    within = not shape.window or most_keys <= shape.window  # of every query's window
+    causal = number == 1 and queries[0] == keys[0] and within
     if not causal and (most_queries > 1 or min(keys) < most_keys):
         # Query i of a sequence sees the keys up to its own position.
-        first = lengths - torch.tensor(queries, device=device)
-        last_key = first[:, None] + torch.arange(most_queries, device=device)
+        first_query = lengths - torch.tensor(queries, device=device)
+        last_key = first_query[:, None] + torch.arange(most_queries, device=device)
         last_key = torch.minimum(last_key, lengths[:, None] - 1)
         hidden = columns > last_key[:, :, None]
+        if not within:
+            hidden |= columns <= last_key[:, :, None] - shape.window
         mask = torch.zeros(hidden.shape, dtype=shape.dtype, device=device)
         mask = mask.masked_fill_(hidden, -torch.inf)[:, None]
 
@@ -108,9 +117,10 @@ def _short(
             valid = (offsets < count).flatten().nonzero().squeeze(1)
         tokens = query_rows if valid is None else query_rows.index_select(0, valid)
     if number == 1:
-        key_rows = _rows(host, members[0], keys[0], shape, device)
+        key_rows = _rows(host, members[0], first[members[0]], keys[0], shape, device)
     else:
-        positions = shape.first_position + torch.minimum(columns, lengths[:, None] - 1)
+        start = torch.tensor([first[s] for s in members], device=device)
+        positions = start[:, None] + torch.minimum(columns, lengths[:, None] - 1)
         first_block = torch.from_numpy(host.kv_indptr[members]).to(device)
         every_block = torch.from_numpy(host.kv_indices).to(device)
         blocks = every_block[first_block[:, None] + positions // shape.block_size]
@@ -125,39 +135,55 @@ def _long(
     sequence: int,
     bounds: list[int],
     keys: int,
+    first_key: int,
     shape: AttentionShape,
     device: torch.device,
 ) -> list[_Group]:
     """A long segment: all at once when nothing precedes it, else in tiles of queries."""
     begin, end = bounds[sequence], bounds[sequence + 1]
-    rows = _rows(host, sequence, keys, shape, device)
-    if end - begin == keys:
+    rows = _rows(host, sequence, first_key, keys, shape, device)
+    if end - begin == keys and (not shape.window or keys <= shape.window):
         tokens = slice(begin, end)
         return [_Group(tokens, rows, None, True, None, tokens, (1, keys, keys))]
-    # One mask serves all tiles: the last columns are triangular, the others are zeros, and a tile
-    # of q queries that sees k keys takes the last q rows and the last k columns.
+    # One mask serves all tiles: the last columns are triangular, the others are zeros (but for what
+    # is before a window), and a tile of q queries that sees k keys takes the last q rows and the
+    # last k columns.
     rows_of_mask = min(end - begin, _QUERY_TILE)
-    hidden = torch.ones((rows_of_mask, keys), dtype=torch.bool, device=device)
-    hidden = hidden.triu_(keys - rows_of_mask + 1)
+    columns = min(keys, rows_of_mask + shape.window - 1) if shape.window else keys
+    hidden = torch.ones((rows_of_mask, columns), dtype=torch.bool, device=device)
+    hidden = hidden.triu_(columns - rows_of_mask + 1)
+    if shape.window:
+        before = torch.ones_like(hidden).tril_(columns - rows_of_mask - shape.window)
+        hidden |= before
     mask = torch.zeros(hidden.shape, dtype=shape.dtype, device=device).masked_fill_(
         hidden, -torch.inf
     )
     groups = []
     for first in range(begin, end, _QUERY_TILE):
         tokens = slice(first, min(first + _QUERY_TILE, end))
-        queries, seen = tokens.stop - tokens.start, keys - (end - tokens.stop)
-        part = slice(rows.start, rows.start + seen) if isinstance(rows, slice) else rows[:seen]
-        own = mask[rows_of_mask - queries :, keys - seen :][None, None]
+        queries, stop = tokens.stop - tokens.start, keys - (end - tokens.stop)
+        start = max(0, stop - queries - shape.window + 1) if shape.window else 0
+        seen = stop - start
+        if isinstance(rows, slice):
+            part: slice | Tensor = slice(rows.start + start, rows.start + stop)
+        else:
+            part = rows[start:stop]
+        own = mask[rows_of_mask - queries :, columns - seen :][None, None]
         groups.append(_Group(tokens, part, own, False, None, tokens, (1, queries, seen)))
     return groups
 
 
 def _rows(
-    host: PagedHost, sequence: int, keys: int, shape: AttentionShape, device: torch.device
+    host: PagedHost,
+    sequence: int,
+    first: int,
+    keys: int,
+    shape: AttentionShape,
+    device: torch.device,
 ) -> slice | Tensor:
-    """A sequence's rows of the flattened cache: a slice, read without a copy, when its blocks
-    follow one another."""
-    block_size, first = shape.block_size, shape.first_position
+    """A sequence's rows of the flattened cache, from position `first` on: a slice, read without a
+    copy, when its blocks follow one another."""
+    block_size = shape.block_size
     blocks = host.kv_indices[host.kv_indptr[sequence] : host.kv_indptr[sequence + 1]]
     if (np.diff(blocks) == 1).all():
         start = int(blocks[0]) * block_size + first

@@ -99,7 +99,7 @@ class TritonAttention:
             shape.scale * cache.k_scale * LOG2_E, cache.v_scale,
             *query.stride()[:2], tokens, kv_heads, splits,
             IS_SPLIT=splits > 1, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-            FIRST=shape.first_position, ROWS=block_rows, KEYS=32,
+            FIRST=shape.first_position, WINDOW=shape.window, ROWS=block_rows, KEYS=32,
             DIMS=max(next_power_of_2(head_dim), 16),
             num_warps=4 if head_dim <= 128 else 8, num_stages=2,
         )  # fmt: skip
@@ -213,7 +213,8 @@ def _attend_kernel(
     cu_seqlens, kv_length, kv_indptr, kv_indices,
     scale, v_scale, query_stride, query_head_stride, tokens, kv_heads, splits,
     IS_SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    FIRST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr,
+    FIRST: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) // splits * ROWS
     split = tl.program_id(0) % splits
@@ -244,8 +245,12 @@ def _attend_kernel(
     total = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, DIMS], tl.float32)
     end = tl.minimum(keys, keys - queries + (first_row + ROWS - 1) // GROUP + 1)
-    share = tl.cdiv(tl.cdiv(keys, splits), KEYS) * KEYS
-    for first_key in range(split * share, tl.minimum(end, (split + 1) * share), KEYS):
+    begin = 0
+    if WINDOW > 0:  # of the first query
+        begin = tl.maximum(keys - queries + first_row // GROUP - WINDOW + 1, 0) // KEYS * KEYS
+    share = tl.cdiv(tl.cdiv(keys - begin, splits), KEYS) * KEYS
+    begin += split * share
+    for first_key in range(begin, tl.minimum(end, begin + share), KEYS):
         at = first_key + tl.arange(0, KEYS)
         # what lies past a sequence's end was never written: it is not read
         inside = at < keys
@@ -260,9 +265,11 @@ def _attend_kernel(
         seen = at[None, :] <= position[:, None]
         if FIRST > 0:
             seen = seen & (at >= FIRST)[None, :]
+        if WINDOW > 0:
+            seen = seen & (at[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
-        if IS_SPLIT or FIRST > 0:
+        if IS_SPLIT or FIRST > 0 or WINDOW > 0:
             # Some rows may see none of these keys; else key 0 comes first, which all of them see.
             larger = tl.maximum(larger, -1e30)
         weights = tl.exp2(scores - larger[:, None])
@@ -278,7 +285,7 @@ def _attend_kernel(
         tl.store(sums + 2 * at, largest, mask=row_inside)
         tl.store(sums + 2 * at + 1, total, mask=row_inside)
     else:
-        if FIRST > 0:
+        if FIRST > 0 or WINDOW > 0:
             total = tl.where(total != 0.0, total, 1.0)  # as where parts are joined
         result = result / total[:, None] * v_scale
         place = output + ((token * kv_heads * GROUP + head) * HEAD_DIM)[:, None] + dim[None, :]

@@ -13,7 +13,9 @@ Inside of a split a row's results are rescaled tile by tile (Milakov and Gimelsh
 normalizer calculation for softmax", arXiv 1805.02867), and splits are put together one after the
 other by the same formula (`_folded`), by who computes all of them, or by a second kernel where
 splits were computed by different programs (Dao et al., "Flash-Decoding", 2023). So much for the
-order. The rest is that each number comes about alike wherever it is computed:
+order. (With a sliding window all keys are one split, as sequences begin with the first block that
+is still there. That is at a multiple of KEYS; tiles of which a query sees nothing change nothing.)
+The rest is that each number comes about alike wherever it is computed:
 
 - Products are a tensor core's, summed in the order of the keys (or dims) in one accumulator. Their
   bits don't depend on a tile's size or on its warps. Sums of weights are such products, too, with
@@ -50,6 +52,8 @@ KEYS = 64  # of a tile, in 16 bits
 SPLIT = 512  # keys
 
 _NO_LIMIT = 1 << 30
+# Of layers with a sliding window, whose sequences begin anywhere on the grid of tiles: all keys.
+_WINDOW_SPLIT = 1 << 30
 # Programs a multiprocessor that decodes are given at most, about as many as run at once: in a graph
 # most may find nothing to do.
 _PROGRAMS = 4
@@ -140,19 +144,20 @@ class SplitAttention:
     def plan(self, paged: PagedSequences, shape: AttentionShape) -> SplitPlan:
         """As in Attention."""
         host, decodes, tokens = paged.host, paged.num_decodes, len(paged.kv_slot)
+        split = self._split_of(shape)
         longest = max(paged.longest_run, 1)
         if paged.static:
             blocks = len(paged.kv_indices)
-            joins = blocks * shape.block_size > self._split
+            joins = blocks * shape.block_size > split
             prompt_tokens = tokens if paged.longest_run else tokens - decodes
         else:
             queries = host.cu_seqlens[1 : decodes + 1] - host.cu_seqlens[:decodes]
             longest = max(longest, int(queries.max(initial=1)))
             blocks = int(host.kv_indptr[decodes])
             keys = int(host.kv_length[:decodes].max(initial=0)) - shape.first_position
-            joins = keys > self._split
+            joins = keys > split
             prompt_tokens = int(host.cu_seqlens[-1] - host.cu_seqlens[decodes])
-        items = blocks * shape.block_size // self._split + decodes
+        items = blocks * shape.block_size // split + decodes
         return SplitPlan(paged, shape, longest, items, joins, prompt_tokens)
 
     def most_captured(self, shape: AttentionShape, prompts: int) -> int:
@@ -230,6 +235,9 @@ class SplitAttention:
             MASKED_STAGES=min(tile.stages, 2), **tile.options, **constants,
         )  # fmt: skip
 
+    def _split_of(self, shape: AttentionShape) -> int:
+        return _WINDOW_SPLIT if shape.window else self._split
+
     def _keys_of(self, shape: AttentionShape) -> int:
         return self._keys or tile_of_keys(shape)
 
@@ -237,11 +245,12 @@ class SplitAttention:
         """Of all kernels."""
         return {
             "GROUP": shape.heads // shape.kv_heads,
-            "SPLIT": self._split,
+            "SPLIT": self._split_of(shape),
             "HEAD_DIM": shape.head_dim,
             "DIMS": max(next_power_of_2(shape.head_dim), 16),
             "BLOCK_SIZE": shape.block_size,
             "FIRST": shape.first_position,
+            "WINDOW": shape.window,
         }
 
 

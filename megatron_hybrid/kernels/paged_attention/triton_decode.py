@@ -85,7 +85,7 @@ def attend(
         shape.scale * cache.k_scale * LOG2_E, cache.v_scale,
         *query.stride()[:2], tokens, kv_heads, splits,
         IS_SPLIT=splits > 1, GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        FIRST=shape.first_position, ROWS=rows, KEYS=keys, FP8=is_fp8,
+        FIRST=shape.first_position, WINDOW=shape.window, ROWS=rows, KEYS=keys, FP8=is_fp8,
         STAGES=min(max(_TILE_BYTES // tile_bytes, 2), 4),
         ASSEMBLY=query.is_cuda,  # not in Triton's interpreter
         num_warps=4, **registers, **OPTIONS,
@@ -184,8 +184,8 @@ def _attend_kernel(
     cu_seqlens, kv_length, kv_indptr, kv_indices,
     scale, v_scale, query_stride, query_head_stride, tokens, kv_heads, splits,
     IS_SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    FIRST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FP8: tl.constexpr,
-    STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
+    FIRST: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    FP8: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """A part of the keys of one KV head of one sequence."""
     # the heads of one block lie side by side: who reads them runs side by side
@@ -198,8 +198,11 @@ def _attend_kernel(
         wait_for_inputs()  # so that who waits for this kernel waits for all before it
         return
     length = tl.load(kv_length + sequence).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(length, splits), KEYS) * KEYS
-    begin = split * share
+    begin = 0
+    if WINDOW > 0:  # of the first query
+        begin = tl.maximum(length - queries - WINDOW + 1, 0) // KEYS * KEYS
+    share = tl.cdiv(tl.cdiv(length - begin, splits), KEYS) * KEYS
+    begin += split * share
     end = tl.minimum(length, begin + share)
 
     # row = query * GROUP + head of the group
@@ -258,6 +261,8 @@ def _attend_kernel(
         seen = at[None, :] <= position[:, None]
         if FIRST > 0:
             seen = seen & (at >= FIRST)[None, :]
+        if WINDOW > 0:
+            seen = seen & (at[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp2(scores - larger[:, None])

@@ -99,7 +99,7 @@ def _attended(
     state, q, key_cache, value_cache, key_tiles, value_tiles, blocks, kv_head, kv_heads, position,
     begin, end, scale, MASKED: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr,
-    WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`state` after the keys from `begin`, where a tile begins, to `end`, counted from FIRST.
 
@@ -142,7 +142,10 @@ def _attended(
             k, v = _as_numbers(k, q.dtype), _as_numbers(v, q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if MASKED:
-                scores = tl.where(at[None, :] <= position[:, None], scores, float("-inf"))
+                seen = at[None, :] <= position[:, None]
+                if WINDOW > 0:
+                    seen = seen & (at[None, :] > position[:, None] - WINDOW)
+                scores = tl.where(seen, scores, float("-inf"))
             larger = tl.maximum(m, tl.max(scores, 1) * scale)
             factor = tl.zeros_like(scores) + scale
             minus = tl.broadcast_to(-larger[:, None], scores.shape)
@@ -180,8 +183,8 @@ def decode_kernel(
     cu_seqlens, kv_length, kv_indptr, kv_indices,
     scale, v_scale, query_stride, query_head_stride, sequences, room, places, kv_heads,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr,
+    DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Splits, one after the other, of up to ROWS rows of a KV head of a sequence; of the `places`
     rows of the longest run there are as many tiles. An item is a split, which has `room` items;
@@ -213,6 +216,8 @@ def decode_kernel(
             end = length
             if item > first_item:
                 begin = end
+            elif WINDOW > 0:  # of the first query
+                begin = tl.maximum(length - queries - WINDOW + 1, 0) // KEYS * KEYS
         # where nothing is seen, zeros are written
         is_mine = (begin < end) | (alone & (item == first_item))
         if is_mine & (tile * ROWS < queries * GROUP):
@@ -228,8 +233,8 @@ def decode_kernel(
             state = _attended(
                 _nothing(ROWS, DIMS), q, key_cache, value_cache, None, None,
                 kv_indices + first_block, kv_head, kv_heads, length - queries + row // GROUP,
-                begin, end, scale, True, SPLIT, KEYS, HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WHOLE,
-                STAGES,
+                begin, end, scale, True, SPLIT, KEYS, HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WINDOW,
+                WHOLE, STAGES,
             )  # fmt: skip
             most, total, result = _all_of(state)
             if alone:
@@ -251,7 +256,7 @@ def decode_kernel(
 def join_kernel(
     output, parts, sums, cu_seqlens, kv_length, kv_indptr, v_scale, room, places, kv_heads,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The splits of ROWS rows of a sequence that decode_kernel left in `parts` and `sums`."""
     sequence = tl.program_id(0)
@@ -307,8 +312,8 @@ def prompt_kernel(
     cu_seqlens, kv_length, kv_indptr, kv_indices,
     scale, v_scale, query_stride, query_head_stride, first_sequence, sequences, kv_heads,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
+    DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of a KV head of one of the sequences from `first_sequence` on."""
     kv_head = tl.program_id(0) % kv_heads
@@ -343,15 +348,20 @@ def prompt_kernel(
     end = length - queries + last_row // GROUP + 1
     # Keys that the first row sees, and so all others.
     seen = tl.maximum(length - queries + first_row // GROUP + 1, 0) // KEYS * KEYS
-    state = _attended(
-        _nothing(ROWS, DIMS), q, key_cache, value_cache, key_tiles, value_tiles,
-        blocks, kv_head, kv_heads, position, 0, seen, scale, False,
-        SPLIT, KEYS, HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WHOLE, STAGES,
-    )  # fmt: skip
+    state = _nothing(ROWS, DIMS)
+    if WINDOW > 0:  # the first key that the first row sees; others see it or not
+        first_seen = length - queries + first_row // GROUP - WINDOW + 1
+        seen = tl.maximum(first_seen, 0) // KEYS * KEYS
+    else:
+        state = _attended(
+            state, q, key_cache, value_cache, key_tiles, value_tiles,
+            blocks, kv_head, kv_heads, position, 0, seen, scale, False,
+            SPLIT, KEYS, HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WINDOW, WHOLE, STAGES,
+        )  # fmt: skip
     state = _attended(
         state, q, key_cache, value_cache, None, None,
         blocks, kv_head, kv_heads, position, seen, end, scale, True,
-        SPLIT, KEYS, HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WHOLE, MASKED_STAGES,
+        SPLIT, KEYS, HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WINDOW, WHOLE, MASKED_STAGES,
     )  # fmt: skip
     _, total, result = _all_of(state)
     place = (token * kv_heads * GROUP + head) * HEAD_DIM

@@ -16,6 +16,7 @@ from megatron_hybrid.models.config import (
     SHARED_TRANSFORMER,
     SHORT_CONV,
     SIDE_BY_SIDE,
+    SLIDING_ATTENTION,
     BlockForm,
     HybridModelConfig,
 )
@@ -26,6 +27,7 @@ _LAYERS = {
     SIDE_BY_SIDE: "attention and Mamba2 side by side",
     SHARED_TRANSFORMER: "transformer blocks that layers share",
     LIGHTNING_ATTENTION: "lightning attention",
+    SLIDING_ATTENTION: "letter for attention with a sliding window",
     **dict.fromkeys(sorted(IN_PLAIN_TORCH), "layers of RWKV, Griffin or xLSTM"),
 }
 _MAMBA_NORM_EPS = 1e-5  # of the norm inside MambaMixer, not to be set there
@@ -61,6 +63,8 @@ def _reasons(config: HybridModelConfig) -> Iterator[str]:
         multipliers.append(("multiplier of attention's output", attention.out_multiplier))
         if attention.scale != attention.head_dim**-0.5:
             yield f"scale of attention other than head_dim ** -0.5 (here {attention.scale})"
+        if attention.head_gate:
+            yield "gate for each head of attention"
         if attention.norm_over_heads:
             yield "norms over all heads of queries or keys"
         if attention.qk_norm and attention.zero_centered_norm != config.zero_centered_norm:

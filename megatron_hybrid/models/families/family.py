@@ -7,7 +7,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron_hybrid.models.config import ATTENTION, DENSE_MLP, EXPERTS, HybridModelConfig
+from megatron_hybrid.models.config import (
+    ATTENTION,
+    DENSE_MLP,
+    EXPERTS,
+    SLIDING_ATTENTION,
+    HybridModelConfig,
+)
 from megatron_hybrid.models.families.raw_config import RawConfig
 
 # Where gates and up projections are one tensor: (which part of how many).
@@ -129,7 +135,7 @@ class TwoBlockFamily(Family):
         role = role.removeprefix("mixer.")
         if (letter := config.letter(block)) in (DENSE_MLP, EXPERTS):
             return self.locate_mlp(config, layer, role)
-        mixer = self.attention if letter == ATTENTION else self.recurrent
+        mixer = self.attention if letter in (ATTENTION, SLIDING_ATTENTION) else self.recurrent
         return [Location(f"{layer}.{mixer}.{self.name_of(role)}")]
 
     def locate_mlp(self, config: HybridModelConfig, layer: str, role: str) -> list[Location]:

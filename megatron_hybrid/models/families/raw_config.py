@@ -188,22 +188,31 @@ class RawConfig(ModelSettings):
         return float(limit[0]), float(limit[1])
 
     def rope(
-        self, head_dim: int, partial_rotary_factor: float = 1.0, theta: float = 10000.0
+        self,
+        head_dim: int,
+        partial_rotary_factor: float = 1.0,
+        theta: float = 10000.0,
+        layers: str | None = None,
     ) -> RopeConfig:
         """New style (rope_parameters) or old (rope_theta and rope_scaling); the factor and theta
-        given are the family's defaults."""
+        given are the family's defaults. `layers`: a type of them that has parameters of its own."""
         given = self.get("rope_parameters", "rope_scaling", default={})
+        if layers is not None:
+            given = given.get(layers, {})
         kind = given.get("rope_type", given.get("type", "default"))
-        if kind not in ("default", "linear", "llama3"):
+        if kind not in ("default", "linear", "llama3", "proportional"):
             raise ConfigurationError(
                 f"RoPE of type {kind!r} in {self.where} is not supported, only 'default', "
-                f"'linear' and 'llama3' are."
+                f"'linear', 'llama3' and 'proportional' are."
             )
         theta = given.get("rope_theta", self.get("rope_theta", default=theta))
         old = self.get("partial_rotary_factor", default=partial_rotary_factor)
         partial = given.get("partial_rotary_factor", old)
         scaled = {}
-        if kind != "default":
+        if kind == "proportional":  # of all dimensions, some by an angle of 0
+            scaled["rotated"], partial = float(partial), 1.0
+            scaled["factor"] = float(given.get("factor", 1.0))
+        elif kind != "default":
             scaled["factor"] = float(given["factor"])
         if kind == "llama3":
             scaled["low_freq_factor"] = float(given["low_freq_factor"])

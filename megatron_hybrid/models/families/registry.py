@@ -13,6 +13,7 @@ from megatron_hybrid.models.families.granite_moe_hybrid import GraniteMoeHybrid
 from megatron_hybrid.models.families.jamba import Jamba
 from megatron_hybrid.models.families.kimi_linear import KimiLinear
 from megatron_hybrid.models.families.lfm2 import Lfm2
+from megatron_hybrid.models.families.lfm3 import Lfm3
 from megatron_hybrid.models.families.llama import Llama, Qwen3
 from megatron_hybrid.models.families.mamba import Mamba, Mamba2
 from megatron_hybrid.models.families.minimax import MiniMax
@@ -42,6 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     MiniMax(),
     BailingLinear(),
     Lfm2(),
+    Lfm3(),
     KimiLinear(),
     BailingHybrid(),
     RecurrentGemma(),

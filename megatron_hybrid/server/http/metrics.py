@@ -100,6 +100,7 @@ _LABELLED_GAUGES = {
 _SHARES = {
     "kv_cache_usage_perc": ("kv_used", "kv_blocks", "Share of KV blocks in use by requests, 0-1"),
     "state_cache_usage_perc": ("state_used", "state_slots", "Share of state slots in use, 0-1"),
+    "window_cache_usage_perc": ("window_used", "window_blocks", "Share of window blocks in use"),
 }
 _BY_AGE = {
     "kv_blocks_cached": ("kv_cached_by_age", "Cached KV blocks that nobody uses, by age"),
