@@ -314,7 +314,7 @@ TINY: dict[str, Tiny] = {
     "recurrent_gemma": Tiny(
         "RecurrentGemma",
         {"num_hidden_layers": 4, "lru_width": 96, "intermediate_size": 192,
-         "num_key_value_heads": 1, "attention_window_size": 2048},
+         "num_key_value_heads": 1, "attention_window_size": 27},
     ),
     "xlstm": Tiny(
         "xLSTM",

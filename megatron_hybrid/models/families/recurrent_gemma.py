@@ -10,16 +10,16 @@ import torch
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.rg_lru import RGLRUConfig
-from megatron_hybrid.models.config import ATTENTION, RG_LRU, HybridModelConfig
+from megatron_hybrid.models.config import RG_LRU, SLIDING_ATTENTION, HybridModelConfig
 from megatron_hybrid.models.families.family import TwoBlockFamily
 from megatron_hybrid.models.families.raw_config import RawConfig
 
-_LETTERS = {"recurrent": RG_LRU, "attention": ATTENTION}
+_LETTERS = {"recurrent": RG_LRU, "attention": SLIDING_ATTENTION}
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
 
 
 class RecurrentGemma(TwoBlockFamily):
-    """Its attention sees a window; sequences are at most as long as that, where it sees all."""
+    """Its attention sees a window: what it keeps does not grow with a sequence, either."""
 
     model_types = ("recurrent_gemma",)
     first_norm = "temporal_pre_norm"
@@ -40,22 +40,23 @@ class RecurrentGemma(TwoBlockFamily):
                 f"num_attention_heads = {heads} in {raw.where} does not divide lru_width, "
                 f"{channels}."
             )
-        attention = raw.attention()
         return HybridModelConfig(
-            **raw.common(tied=True) | {"max_position_embeddings": self._window(raw)},
+            # of which config.json says nothing: of the text that it was trained on
+            **raw.common(max_positions=8192, tied=True),
             pattern="".join(letter + "-" for letter in self._letters(raw)),
             norm_eps=raw.number("rms_norm_eps", default=1e-6),
             zero_centered_norm=True,
-            attention=replace(
-                attention,
-                output_bias=True,
-                rope=raw.rope(attention.head_dim, partial_rotary_factor=0.5),
-            ),
             mlp=MLPConfig(raw.whole("intermediate_size") // 2, True, activation, bias=True),
             others={
                 RG_LRU: RGLRUConfig(
                     channels, heads, raw.whole("conv1d_width", default=4), activation
-                )
+                ),
+                SLIDING_ATTENTION: replace(
+                    raw.attention(),
+                    output_bias=True,
+                    rope=raw.rope(raw.attention().head_dim, partial_rotary_factor=0.5),
+                    window=self._window(raw),
+                ),
             },
             # transformers keeps it in bfloat16.
             embedding_multiplier=float(torch.tensor(hidden**0.5, dtype=torch.bfloat16)),
