@@ -17,6 +17,7 @@ from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleToken
 from tests.kernels.recurrence_contract import *  # noqa: F403
 from tests.kernels.recurrence_contract import Data, Recurrence, close, draw_columns
 from tests.kernels.segments import Segment
+from tests.thorough import usually
 
 HEADS, K_DIM, V_DIM = 3, 6, 5
 SHAPE = (HEADS, V_DIM, K_DIM)
@@ -74,15 +75,21 @@ def step(state: Tensor, token: Any) -> tuple[Tensor, Tensor]:
     return torch.einsum("hvk,hk->hv", state, q) / token.q.shape[-1] ** 0.5, state
 
 
-@pytest.fixture(scope="module", params=BOUNDS)
+def recurrence_of(bound: float | None) -> Recurrence:
+    return Recurrence(delta_rule, SHAPE, partial(draw, lower_bound=bound), step)
+
+
+# The gates differ in nothing else: the tests below, and Triton's, have both in CI, too.
+@pytest.fixture(scope="module", params=usually(["softplus"], list(BOUNDS)))
 def recurrence(request: pytest.FixtureRequest) -> Recurrence:
-    bounded = partial(draw, lower_bound=BOUNDS[request.param])
-    return Recurrence(delta_rule, SHAPE, bounded, step)
+    return recurrence_of(BOUNDS[request.param])
 
 
+@pytest.mark.parametrize("bound", BOUNDS.values())
 @pytest.mark.parametrize("name", ["chunk", "recurrent"])
-def test_it_equals_transformers(recurrence: Recurrence, name: str) -> None:
+def test_it_equals_transformers(name: str, bound: float | None) -> None:
     """Whose states are [k_dim, v_dim]."""
+    recurrence = recurrence_of(bound)
     data, state = recurrence.draw(70), recurrence.poisoned(3)
     state[1] = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
     before = state[1].clone()
@@ -99,10 +106,9 @@ def test_it_equals_transformers(recurrence: Recurrence, name: str) -> None:
     close(state[2], last[0].transpose(1, 2))
 
 
-def test_one_decay_for_all_channels_is_the_gated_delta_rule(recurrence: Recurrence) -> None:
+def test_one_decay_for_all_channels_is_the_gated_delta_rule() -> None:
+    recurrence = recurrence_of(None)
     data, state, other = recurrence.draw(70), recurrence.poisoned(3), recurrence.poisoned(3)
-    if data.constants.lower_bound is not None:
-        pytest.skip("the gated delta rule has no lower bound")
     a, bias = data.tokens.a[..., :1], data.constants.dt_bias[:, :1]
     alike = Data(
         data.tokens._replace(a=a.expand(-1, -1, K_DIM)),
