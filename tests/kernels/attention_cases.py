@@ -36,7 +36,7 @@ def attention_shape(
     scale = 0.9 * head_dim**-0.5  # not the usual one, which kernels take by themselves
     return AttentionShape(
         heads, kv_heads, head_dim, scale, block_size, dtype, kv_dtype or dtype, first_position,
-        window,
+        window=window,
     )  # fmt: skip
 
 
