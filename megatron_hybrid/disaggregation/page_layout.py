@@ -31,6 +31,7 @@ from megatron_hybrid.disaggregation.remote_memory import FLAG
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.cached_attention import CachedAttention
 from megatron_hybrid.layers.inputs import LayerCaches
+from megatron_hybrid.layers.kimi_delta_attention import KimiDeltaAttention
 from megatron_hybrid.layers.lightning_attention import LightningAttention
 from megatron_hybrid.layers.parts import Parts
 from megatron_hybrid.layers.recurrent import RecurrentMixer
@@ -281,6 +282,8 @@ def _channels(layer: RecurrentMixer) -> _Split:
 
 def _recurrence(layer: RecurrentMixer) -> _Split:
     """Of the recurrence's state, and of its scales: their first dimension."""
+    if isinstance(layer, KimiDeltaAttention):  # A_log may be nested
+        return _Split.of_weight(layer.weight_parts(), "dt_bias", each=layer.config.head_dim)
     if isinstance(layer, LightningAttention):  # whose decays are no weights
         return _Split.of_weight(layer.weight_parts(), "norm.weight", each=layer.config.head_dim)
     return _Split.of_weight(

@@ -293,8 +293,8 @@ def _no_block(buffer: int, needed: int, max_requests: int, *, here: bool) -> Con
     if not here:
         return ConfigurationError(f"{flag} leaves no KV block on another rank; its log says why.")
     return ConfigurationError(
-        f"{flag} is {buffer / GIB:.4f}, which leaves no KV block beside the live states (and the "
-        f"sliding windows) of {max_requests} requests "
+        f"{flag} is {buffer / GIB:.4f}, which leaves no KV block beside the live states of "
+        f"{max_requests} requests, sliding windows among them "
         "(--inference-dynamic-batching-max-requests); it must be at least "
         f"{math.ceil(needed / GIB * 1e4) / 1e4:.4f}."
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -107,10 +109,16 @@ class Tiny:
 def _rows_by_weights(model: HybridModel) -> dict[tuple[int, str], Tensor]:
     """Of each tensor of a rank's caches which rows of the whole it has: by the places where its
     weights are loaded to, which each get the number of their row."""
-    for _, part in model.weight_parts():
-        target, numbers = part.target, torch.arange(part.shape[0])[part.source[0]]
+    channels: Counter[int | None] = Counter()  # of convolutions of q, k and v, one behind the other
+    for block, part in model.weight_parts():
+        target, axis = part.target, 2 if len(part.shape) == 4 else 0
         assert isinstance(target, Tensor)
-        target.copy_(numbers.view(-1, *[1] * (target.ndim - 1)).expand(target.shape))
+        numbers = torch.arange(part.shape[axis])[part.source[axis]]
+        if re.search(r"\b[qkv]_conv1d\.", part.role):
+            numbers += channels[block]
+            channels[block] += part.shape[0]
+        wide = numbers.view(*[1] * axis, -1, *[1] * (target.ndim - axis - 1))
+        target.copy_(wide.expand(target.shape))
     found: dict[tuple[int, str], Tensor] = {}
     attentions = {index: block.attention for index, block in model.own_blocks()}
     recurrent = {index: block.mixer.recurrent for index, block in model.own_blocks()}
@@ -125,7 +133,7 @@ def _rows_by_weights(model: HybridModel) -> dict[tuple[int, str], Tensor]:
             found[index, "key"] = found[index, "value"] = heads
     for index, layer in recurrent.items():
         if layer is not None:
-            if any(part.role.startswith("conv") for part in layer.weight_parts()):
+            if any(re.search(r"\b([qkv]_)?conv", part.role) for part in layer.weight_parts()):
                 found[index, "conv"] = layer.conv_weight[:, 0].long()
             names = [n for n in ("A_log", "time_decay", "recurrent_param") if hasattr(layer, n)]
             if names or isinstance(layer, MLSTM):

@@ -12,6 +12,7 @@ from megatron_hybrid.engine.context import DynamicInferenceContext
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.garbage import BEFORE_A_FULL_ONE, collect_seldom
 from megatron_hybrid.engine.prefix_tree import PrefixTree
+from megatron_hybrid.engine.request_keys import RequestKeys
 from megatron_hybrid.engine.tracked_request import TrackedRequest
 from megatron_hybrid.engine.waiting_queue import WaitingQueue
 from megatron_hybrid.request import SamplingParams
@@ -121,15 +122,15 @@ def count_hashed(monkeypatch: pytest.MonkeyPatch, at_once: int) -> list[int]:
         hashed.append(0)
         return really_schedule(self)
 
-    def hash_keys(self: DynamicInferenceContext, request: TrackedRequest, most: int) -> int:
+    def hash_keys(self: RequestKeys, request: TrackedRequest, most: int) -> int:
         count = really_hash(self, request, most)
         hashed[-1] += count
         return count
 
     really_schedule = scheduler.Scheduler.schedule
-    really_hash = DynamicInferenceContext.hash_keys
+    really_hash = RequestKeys.hash
     monkeypatch.setattr(scheduler.Scheduler, "schedule", schedule)
-    monkeypatch.setattr(DynamicInferenceContext, "hash_keys", hash_keys)
+    monkeypatch.setattr(RequestKeys, "hash", hash_keys)
     monkeypatch.setattr(scheduler, "HASHED_AT_ONCE", at_once)
     return hashed
 

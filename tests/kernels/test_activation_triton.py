@@ -43,5 +43,7 @@ def test_extreme_inputs(name: str) -> None:
 
 
 def test_an_unknown_activation_is_named() -> None:
-    with pytest.raises(ValueError, match="'tanh', must be one of silu, relu2, gelu, sigmoid"):
+    with pytest.raises(
+        ValueError, match="'tanh', must be one of silu, relu2, gelu, gelu_tanh, sigmoid, none"
+    ):
         activation.activate(torch.zeros(1, 4), "tanh", False)

@@ -52,7 +52,7 @@ def recurrence(request: pytest.FixtureRequest) -> Recurrence:
         bound = -5.0 if "bounded" in request.param else None
         draw = partial(test_kimi_delta_attention.draw, v_dim=16, k_dim=8, lower_bound=bound)
         step = test_kimi_delta_attention.step
-        return Recurrence(delta_rule, (3, 16, 8), draw, step, as_it_is)
+        return Recurrence(delta_rule, (4, 16, 8), draw, step, as_it_is)
     draw = partial(test_gated_delta_rule.draw, v_dim=16, k_dim=8)
     return Recurrence(delta_rule, (4, 16, 8), draw, test_gated_delta_rule.step, as_it_is)
 
