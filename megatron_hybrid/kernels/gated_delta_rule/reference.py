@@ -55,7 +55,7 @@ def _over_tiles(
         padding = plan.padding[..., None]
         decay, beta = (values.masked_fill(padding, 0) for values in (decay, beta))
     # Log of the decay from the tile's start, of which differences count.
-    decay = torch.cumsum(decay, dim=1).transpose(1, 2).contiguous()  # [c, h, l, n]
+    decay = torch.cumsum(decay, dim=1).transpose(1, 2)  # [c, h, l, n]
     to_end = (decay[:, :, -1:] - decay).exp_().float()
     from_start = decay.exp().float()
     beta = beta.float().transpose(1, 2)  # [c, h, l, 1]
@@ -111,8 +111,6 @@ def _decayed_products(
     the first half between them, both factors are at most 1.
     """
     length = decay.shape[2]
-    # How sums and products are computed depends on how numbers lie, which a lone tile leaves open.
-    all_rows, ks = tuple(rows.contiguous() for rows in all_rows), ks.contiguous()
     place = torch.arange(length, device=decay.device)
     products = tuple(torch.diag_embed((rows * ks).sum(dim=-1)) for rows in all_rows)
     half = 1

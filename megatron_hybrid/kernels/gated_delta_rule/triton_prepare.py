@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from megatron_hybrid.kernels.gated_delta_rule.triton_decode import EPS
-from megatron_hybrid.kernels.gated_delta_rule.triton_gates import gates_at
+from megatron_hybrid.kernels.gated_delta_rule.triton_gates import gates
 from megatron_hybrid.kernels.gated_delta_rule.triton_keys import of_keys
 from megatron_hybrid.kernels.launching import launched
 
@@ -74,7 +74,8 @@ def prepare_kernel(
     for i in range(HEADS):
         a = tl.load(a_ptr + begin * a_row + head + i + places * a_row, valid, 0.0)
         b = tl.load(b_ptr + begin * b_row + head + i + places * b_row, valid, 0.0)
-        decay, beta = gates_at(a, b, decay_ptr, bias_ptr, head + i, 0, 1, 1, GATE)
+        rate, bias = tl.load(decay_ptr + head + i), tl.load(bias_ptr + head + i)
+        decay, beta = gates(a, b, rate, bias, GATE)
         cs = tl.cumsum(tl.where(valid, decay, 0.0), 0)  # log2(e) * G
         last = tl.sum(tl.where(places == TILE - 1, cs, 0.0), 0)
         row = (head + i) * tl.cast(tokens, tl.int64) + begin

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from megatron_hybrid.kernels.dependent_launch import let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.gated_delta_rule.triton_decode import EPS
-from megatron_hybrid.kernels.gated_delta_rule.triton_gates import gates_at
+from megatron_hybrid.kernels.gated_delta_rule.triton_gates import gates
 from megatron_hybrid.kernels.gated_delta_rule.triton_keys import of_keys
 from megatron_hybrid.kernels.gated_delta_rule.triton_prepare import inverse, store_r
 from megatron_hybrid.kernels.gated_delta_rule.triton_replay_channels import prepare_chunk
@@ -112,7 +112,8 @@ def prepare_replay_kernel(
         old_b = tl.load(ring_b_ptr + in_ring * HEADS + head + i, old, 0.0)
         a = tl.where(own, own_a, old_a)
         b = tl.where(own, own_b, old_b)
-        decay, beta = gates_at(a, b, decay_ptr, bias_ptr, head + i, 0, 1, 1, GATE)
+        rate, bias = tl.load(decay_ptr + head + i), tl.load(bias_ptr + head + i)
+        decay, beta = gates(a, b, rate, bias, GATE)
         decay = tl.where(valid, decay, 0.0)
         beta = tl.where(valid, beta, 0.0)
         cs = tl.cumsum(decay, 0)  # log2(e) * G
