@@ -10,6 +10,8 @@ in the cache with their rotation. So nothing else is told of what was given back
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from torch import Tensor
 
@@ -86,15 +88,12 @@ def window_sequences(
     host = PagedHost(whole.host.cu_seqlens, *(part.astype(np.int32) for part in numbers))
     if whole.longest_run and not whole.static and there.kv_length.device.type == "cpu":
         host = host._replace(kv_length=there.kv_length.numpy())  # exact, as those of the whole ones
-    return PagedSequences(
-        cu_seqlens=step.cu_seqlens,
+    return replace(
+        whole,
         kv_length=there.kv_length,
         kv_indptr=there.kv_indptr,
         kv_indices=there.kv_indices,
         last_block_length=there.last_block_length,
         kv_slot=there.kv_slot,
-        num_decodes=whole.num_decodes,
         host=host,
-        static=whole.static,
-        longest_run=whole.longest_run,
     )
