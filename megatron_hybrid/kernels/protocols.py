@@ -34,6 +34,11 @@ class ConvConstants(NamedTuple):
     bias: Tensor | None  # [channels]
     silu: bool = True  # of the outputs
 
+    def of(self, channels: slice) -> ConvConstants:
+        """Those of some channels."""
+        bias = None if self.bias is None else self.bias[channels]
+        return ConvConstants(self.weight[channels], bias, self.silu)
+
 
 class Gates(NamedTuple):
     """What a convolution's tokens are multiplied by, [T, channels] each (rows may be strided).
