@@ -237,6 +237,7 @@ class AttentionShape:
     anywhere then, as with the first block that is still there.
     `first_position`: KV before it is not seen. A query before it sees nothing: its output is
     undefined, or zeros on a GPU, where padded sequences have such queries.
+    `relative`: scores have a bias by distance, a RelativeBias that attention is called with.
     """
 
     heads: int
@@ -251,6 +252,7 @@ class AttentionShape:
     # like keys, and beside them.
     value_dim: int | None = None
     window: int = 0
+    relative: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,14 @@ from megatron_hybrid.kernels.contract import (
     PagedHost,
     PagedSequences,
 )
+from megatron_hybrid.kernels.protocols import RelativeBias
 
 # A segment with more queries than this forms a group of its own.
 _SHORT_QUERIES = 128
 # Queries of one sequence that share a mask: bounds the mask and skips most of the future.
 _QUERY_TILE = 512
+# Of a bias by distance: bounds how many queries' are made at a time.
+_BIASES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class _Group:
     valid: Tensor | None  # places of [N * Q] that are no repeats; None when all are valid
     tokens: slice | Tensor  # tokens that those belong to
     shape: tuple[int, int, int]  # N, Q, K
+    before: list[int]  # [N] keys before a sequence's first query, of those that it has here
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class AttentionPlan:
     groups: list[_Group]
     kv_slot: Tensor  # [tokens]
     scale: float
+    window: int
 
 
 def plan(paged: PagedSequences, shape: AttentionShape) -> AttentionPlan:
@@ -73,7 +78,7 @@ def plan(paged: PagedSequences, shape: AttentionShape) -> AttentionPlan:
             alike.setdefault(kind, []).append(sequence)
     for members in alike.values():
         groups.append(_short(host, members, bounds, kv_length, first, shape, device))
-    return AttentionPlan(groups, paged.kv_slot.long(), shape.scale)
+    return AttentionPlan(groups, paged.kv_slot.long(), shape.scale, shape.window)
 
 
 def _short(
@@ -126,8 +131,9 @@ def _short(
         blocks = every_block[first_block[:, None] + positions // shape.block_size]
         key_rows = (blocks * shape.block_size + positions % shape.block_size).flatten()
     return _Group(
-        query_rows, key_rows, mask, causal, valid, tokens, (number, most_queries, most_keys)
-    )
+        query_rows, key_rows, mask, causal, valid, tokens, (number, most_queries, most_keys),
+        [k - q for k, q in zip(keys, queries, strict=True)],
+    )  # fmt: skip
 
 
 def _long(
@@ -144,7 +150,7 @@ def _long(
     rows = _rows(host, sequence, first_key, keys, shape, device)
     if end - begin == keys and (not shape.window or keys <= shape.window):
         tokens = slice(begin, end)
-        return [_Group(tokens, rows, None, True, None, tokens, (1, keys, keys))]
+        return [_Group(tokens, rows, None, True, None, tokens, (1, keys, keys), [0])]
     # One mask serves all tiles: the last columns are triangular, the others are zeros (but for what
     # is before a window), and a tile of q queries that sees k keys takes the last q rows and the
     # last k columns.
@@ -169,7 +175,9 @@ def _long(
         else:
             part = rows[start:stop]
         own = mask[rows_of_mask - queries :, columns - seen :][None, None]
-        groups.append(_Group(tokens, part, own, False, None, tokens, (1, queries, seen)))
+        groups.append(
+            _Group(tokens, part, own, False, None, tokens, (1, queries, seen), [seen - queries])
+        )
     return groups
 
 
@@ -255,7 +263,9 @@ def _as_bytes(values: Tensor) -> Tensor:
     return values.view(torch.uint8) if values.dtype == FP8 else values
 
 
-def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
+def attend(
+    query: Tensor, cache: KVCache, plan: AttentionPlan, bias: RelativeBias | None = None
+) -> Tensor:
     """As in Attention."""
     heads, head_dim = query.shape[1:]
     all_keys, all_values = _rows_of(cache.key), _rows_of(cache.value)
@@ -272,7 +282,11 @@ def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
             k, v = k.view(FP8).to(query.dtype), v.view(FP8).to(query.dtype)
         k = k.view(number, keys, kv_heads, head_dim).transpose(1, 2)
         v = v.view(number, keys, kv_heads, value_dim).transpose(1, 2)
-        if queries == 1:
+        if bias is not None:
+            weights = _take(bias.weights, group.queries).unflatten(0, (number, queries))
+            own = RelativeBias(weights, bias.bank)
+            out = _attend_with_bias(q, k, v, own, group, scale, plan.window)
+        elif queries == 1:
             # The query heads of one KV head become its queries: no repeated keys.
             q = q.view(number, kv_heads, heads // kv_heads, head_dim)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
@@ -294,6 +308,39 @@ def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
         else:
             output.index_copy_(0, group.tokens, out)
     return output if cache.v_scale == 1.0 else output.mul_(cache.v_scale)
+
+
+def _attend_with_bias(
+    q: Tensor, k: Tensor, v: Tensor, bias: RelativeBias, group: _Group, scale: float, window: int
+) -> Tensor:
+    """q [N, Q, heads, head_dim], k and v [N, kv_heads, K, head_dim], the bias' weights [N, Q, heads,
+    profiles] -> [N, Q, heads, head_dim]. What a query sees follows from distances."""
+    number, queries, keys = group.shape
+    heads, device = q.shape[2], q.device
+    bank = F.pad(bias.bank, (0, 1))  # what is farther away has no bias
+    before = torch.tensor(group.before, device=device)[:, None, None]
+    column = torch.arange(keys, device=device)
+    step = max(1, _BIASES // (number * heads * max(keys, bank.shape[1])))
+    parts = []
+    for first in range(0, queries, step):
+        row = torch.arange(first, min(first + step, queries), device=device)
+        distance = before + row[:, None] - column  # [N, rows, K]
+        hidden = distance < 0
+        if window:
+            hidden |= distance >= window
+        profiles = bias.weights[:, first : first + step] @ bank  # [N, rows, heads, extent + 1]
+        place = distance.clamp(0, bias.extent)[:, :, None].expand(-1, -1, heads, -1)
+        scores = profiles.gather(3, place).masked_fill_(hidden[:, :, None], -torch.inf)
+        out = F.scaled_dot_product_attention(
+            q[:, first : first + step].transpose(1, 2),
+            k,
+            v,
+            attn_mask=scores.transpose(1, 2),
+            scale=scale,
+            enable_gqa=heads != k.shape[1],
+        )
+        parts.append(out.transpose(1, 2))
+    return torch.cat(parts, dim=1)
 
 
 def _take(rows: Tensor, which: slice | Tensor) -> Tensor:
