@@ -94,6 +94,6 @@ def draw(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Ten
         return normal - 1.0
     if "conv" in name and like.ndim == 3:
         return 0.5 * normal
-    if "embed" in name:
+    if "embed" in name or "rel_logits" in name:
         return normal
     return normal * 0.5 / math.sqrt(shape[-1])

@@ -72,8 +72,7 @@ class Attention(CachedAttention):
         self.heads = context.share(config.num_heads, "attention heads")
         self.kv_heads = context.share(config.num_kv_heads, "KV heads", or_copy=True)
         queries, keys = self.heads * config.head_dim, self.kv_heads * config.head_dim
-        gates = queries if config.output_gate else self.heads * config.head_gate
-        self.qkv_sections = [queries + 2 * keys, gates]
+        self.qkv_sections = [queries + 2 * keys, sum(rows.size for rows in self._beside())]
         self.qkv_proj = context.to_rows(sum(self.qkv_sections), config.qkv_bias, input_size)
         self.o_proj = context.to_hidden(queries, config.output_bias)
         self.q_norm = self.k_norm = None
@@ -126,23 +125,33 @@ class Attention(CachedAttention):
                 yield from parts
 
     def _qkv_rows(self) -> list[Rows]:
-        config, dim, rank = self.config, self.config.head_dim, self.parallel.rank
-        queries, keys = config.num_heads * dim, config.num_kv_heads * dim
-        first = rank * self.heads * dim
-        first_key = rank * config.num_kv_heads // self.parallel.size * dim
-        q, gates = [Rows("q_proj", self.heads * dim, first, queries)], []
-        if config.output_gate:  # in the checkpoint a head's gate follows its query
-            q, gates = (
-                [
-                    Rows("q_proj", dim, 2 * (first + head * dim) + behind, 2 * queries)
-                    for head in range(self.heads)
-                ]
-                for behind in (0, dim)
-            )
+        dim, rank = self.config.head_dim, self.parallel.rank
+        queries, first = self.config.num_heads * dim, rank * self.heads * dim
+        q = [Rows("q_proj", self.heads * dim, first, queries)]
+        if self.config.output_gate:
+            q = self._in_turn(0)
+        return [*q, *self._kv(), *self._beside()]
+
+    def _kv(self) -> list[Rows]:
+        config, dim = self.config, self.config.head_dim
+        first = self.parallel.rank * config.num_kv_heads // self.parallel.size * dim
+        size, total = self.kv_heads * dim, config.num_kv_heads * dim
+        return [Rows(name, size, first, total) for name in ("k_proj", "v_proj")]
+
+    def _beside(self) -> list[Rows]:
+        """Of gates, which lie behind those of queries, keys and values."""
+        config = self.config
+        if config.output_gate:
+            return self._in_turn(config.head_dim)
         if config.head_gate:
-            gates = [Rows("g_proj", self.heads, rank * self.heads, config.num_heads)]
-        kv = [Rows(name, self.kv_heads * dim, first_key, keys) for name in ("k_proj", "v_proj")]
-        return [*q, *kv, *gates]
+            return [Rows("g_proj", self.heads, self.parallel.rank * self.heads, config.num_heads)]
+        return []
+
+    def _in_turn(self, behind: int) -> list[Rows]:
+        """Of queries or gates: in the checkpoint a head's gate follows its query."""
+        dim, total = self.config.head_dim, 2 * self.config.num_heads * self.config.head_dim
+        heads = range(self.parallel.rank * self.heads, (self.parallel.rank + 1) * self.heads)
+        return [Rows("q_proj", dim, 2 * head * dim + behind, total) for head in heads]
 
     def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; writes the tokens' keys and values."""

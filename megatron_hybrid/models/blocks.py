@@ -223,7 +223,7 @@ class BlockBuilder:
         config = self.config
         form = config.form(index - 1) if index else BlockForm()
         multiplier = config.residual_multiplier * form.multiplier / config.stream_divisor(index)
-        return Addend(multiplier, None if form.post_norm else self.parallel.tensor)
+        return Addend(multiplier, None if form.post_norm or form.whole else self.parallel.tensor)
 
     def context(self, index: int) -> LayerContext:
         """For a layer whose caches have this number."""

@@ -78,17 +78,20 @@ class BlockForm:
     """Which norms a block has around its mixer, one at least: what it adds to the residual stream x
     is mixer(norm(x)), post_norm(mixer(x)), or with both of them post_norm(mixer(norm(x))); times
     `multiplier`, besides the model's residual_multiplier. `from_norm`: it is added to
-    `stream_multiplier` * norm(x), not to x."""
+    `stream_multiplier` * norm(x), not to x. `whole`: the mixer itself adds up what the ranks
+    have."""
 
     norm: bool = True
     post_norm: bool = False
     multiplier: float = 1.0
     from_norm: bool = False
     stream_multiplier: float = 1.0
+    whole: bool = False
 
     def __post_init__(self) -> None:
         assert self.norm or (self.post_norm and not self.from_norm)
         assert self.from_norm or self.stream_multiplier == 1.0
+        assert not (self.whole and self.post_norm)
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,9 @@ class HybridModelConfig:
     moe: MoEConfig | None = None
     others: Mapping[str, LayerConfig] = field(default_factory=dict)  # by letter
     tie_word_embeddings: bool = False
+    # Rows that a checkpoint's embedding and head may have beside vocab_size: the others are of no
+    # token.
+    padded_vocab_size: int | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0

@@ -20,7 +20,14 @@ from megatron_hybrid.kernels.contract import (
     PagedSequences,
 )
 from megatron_hybrid.kernels.kernel_set import KernelSet
-from megatron_hybrid.kernels.protocols import ConvConstants, Gates, HeadNorms, Plan, Reader
+from megatron_hybrid.kernels.protocols import (
+    ConvConstants,
+    Gates,
+    HeadNorms,
+    Plan,
+    Reader,
+    RelativeBias,
+)
 from megatron_hybrid.training import formulas
 from megatron_hybrid.training.experts import ExpertsUnderAutograd
 from megatron_hybrid.training.formulas import Sequences
@@ -203,16 +210,23 @@ class _Attention(Over):
         where = shape.scale, paged.kv_slot, shape.window
         return PassPlan(self.inner.plan(paged, shape), *where)
 
-    def attend(self, query: Tensor, cache: KVCache, plan: PassPlan) -> Tensor:
+    def attend(
+        self, query: Tensor, cache: KVCache, plan: PassPlan, bias: RelativeBias | None = None
+    ) -> Tensor:
         """As in Attention."""
         key, value = self.kept.pop(id(cache.key))
 
-        def kernel(query: Tensor, *_: Tensor) -> Any:
-            return self.inner.attend(query, cache, plan.inner)
+        def kernel(query: Tensor, key: Tensor, value: Tensor, *of_bias: Tensor) -> Any:
+            own = RelativeBias(*of_bias) if of_bias else None
+            return self.inner.attend(query, cache, plan.inner, own)
 
-        scale, window = plan.scale, plan.window
-        formula = partial(formulas.attention, scale=scale, sequences=self.sequences, window=window)
-        y: Tensor = recomputed(kernel, formula, query, key, value)
+        def formula(query: Tensor, key: Tensor, value: Tensor, *of_bias: Tensor) -> Tensor:
+            own = RelativeBias(*of_bias) if of_bias else None
+            return formulas.attention(
+                query, key, value, plan.scale, self.sequences, plan.window, own
+            )
+
+        y: Tensor = recomputed(kernel, formula, query, key, value, *(bias or ()))
         return y
 
 

@@ -17,7 +17,10 @@ _TAKEN = tl.constexpr(-(2**31))
 
 
 def can_choose(router: Router) -> bool:
-    """Groups of experts must be as many, and as large, as some power of two."""
+    """Groups of experts must be as many, and as large, as some power of two; sinks, and a learned
+    factor, are for plain torch."""
+    if router.sinks or router.scale is not None:
+        return False
     if router.num_groups == 1:
         return True
     num_experts = len(router.weight)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.activation.reference import activate
-from megatron_hybrid.kernels.elementwise import sigmoid
+from megatron_hybrid.kernels.elementwise import sigmoid, softplus
 from megatron_hybrid.kernels.experts.protocol import (
     ExpertAdapters,
     ExpertWeights,
@@ -32,14 +32,14 @@ def route(x: Tensor, router: Router, product: Product = multiply) -> tuple[Tenso
 
 
 def scores(x: Tensor, router: Router, product: Product = multiply) -> Tensor:
-    """[tokens, width] -> logits [tokens, experts]; see Router."""
+    """[tokens, width] -> logits [tokens, experts + sinks]; see Router."""
     if router.scoring == "softmax":
         return product(x, router.weight)
     return product(x.float(), router.weight.float())
 
 
 def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """`route` from the logits [tokens, experts] on."""
+    """`route` from the logits [tokens, experts + sinks] on."""
     if router.scoring == "softmax":
         if router.normalize:
             best, experts = logits.float().topk(router.chosen, dim=-1)
@@ -47,6 +47,7 @@ def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         else:
             weights, experts = torch.softmax(logits.float(), dim=-1).topk(router.chosen, dim=-1)
         return experts, weights if router.factor == 1.0 else weights * router.factor
+    logits, of_sinks = logits.tensor_split([logits.shape[1] - router.sinks], dim=1)
     scores = sigmoid(logits)
     choice = scores if router.bias is None else scores + router.bias
     if router.num_groups > 1:
@@ -56,10 +57,16 @@ def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, groups, False)
         choice = by_group.masked_fill(dropped[:, :, None], -torch.inf).flatten(1)
     experts = choice.topk(router.chosen, dim=-1).indices
-    weights = scores.gather(1, experts)
-    if router.normalize:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + router.eps)
-    return experts, weights * router.factor
+    if router.sinks:
+        assert router.normalize and router.eps == 0.0
+        kept = torch.cat((logits.gather(1, experts), of_sinks), dim=1)
+        weights = torch.softmax(-softplus(-kept), dim=-1)  # of the logs: sigmoids may all be 0
+    else:
+        weights = scores.gather(1, experts)
+        if router.normalize:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + router.eps)
+    weights = weights * router.factor
+    return experts, weights if router.scale is None else weights * router.scale
 
 
 def add_norm_route(*_: object) -> None:

@@ -73,7 +73,8 @@ def _fits_a_program(x: Tensor, router: Router) -> bool:
     weight = router.weight
     in_16_bits = x.dtype == weight.dtype and x.dtype.itemsize == 2
     small = len(weight) <= _MOST_EXPERTS and weight.numel() <= _MOST_WHOLE
-    return in_16_bits and small and router.num_groups == 1 and 0 < len(x) <= _MOST_TILED
+    can = can_choose(router) and router.num_groups == 1
+    return in_16_bits and small and can and 0 < len(x) <= _MOST_TILED
 
 
 def _route_whole(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:

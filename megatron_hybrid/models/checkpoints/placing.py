@@ -198,6 +198,8 @@ def _lies_within(format: WeightFormat, quantized: StoredWeight) -> bool:
 def _read(source: WeightSource, part: Part, place: Location) -> Tensor:
     """A part's rectangle of one of its places."""
     index = _slices(part, place)
+    if place.interleaved:
+        return source.read(place.name, index)[place.part :: place.parts].contiguous()
     if not place.transposed:
         return source.read(place.name, index)
     rows, columns = index[-2:]
@@ -205,8 +207,10 @@ def _read(source: WeightSource, part: Part, place: Location) -> Tensor:
 
 
 def _slices(part: Part, place: Location) -> tuple[slice | int, ...]:
-    offset = place.first_row(part.shape[0])
-    first = slice(part.source[0].start + offset, part.source[0].stop + offset)
+    rows, offset = part.source[0], place.first_row(part.shape[0])
+    first = slice(rows.start + offset, rows.stop + offset)
+    if place.interleaved:  # with those of the other pieces
+        first = slice(rows.start * place.parts, rows.stop * place.parts)
     rest = (first, *part.source[1:])
     return rest if place.index is None else (place.index, *rest)
 

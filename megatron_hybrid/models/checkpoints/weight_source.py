@@ -86,7 +86,7 @@ class WeightSource(ABC):
         if place.index is not None:
             expected = (place.stacked, *expected)
         stored = self.shape(place.name)
-        if stored != expected:
+        if stored not in (expected, (place.padded, *expected[1:])):
             raise WeightsError(
                 f"Weight {place.name!r} has shape {list(stored)}; the configuration makes it "
                 f"{list(expected)}."

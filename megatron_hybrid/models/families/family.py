@@ -27,7 +27,8 @@ class Location:
     """Where a weight is in a checkpoint: tensor `name`, there row `index` of `stacked` if several
     experts are stacked, there the `part`-th of `parts` equal pieces if several are concatenated;
     or, if the pieces differ, its rows from `first` on of `total`. `transposed`: [columns, rows]
-    there, and the pieces side by side."""
+    there, and the pieces side by side. `interleaved`: the pieces' rows take turns. `padded`: so
+    many rows may be there instead, of which the others mean nothing."""
 
     name: str
     index: int | None = None
@@ -37,6 +38,8 @@ class Location:
     first: int = 0
     total: int | None = None
     transposed: bool = False
+    interleaved: bool = False
+    padded: int | None = None
 
     def first_row(self, rows: int) -> int:
         """Where a weight of so many rows begins there."""
@@ -77,7 +80,8 @@ class Family(ABC):
         names = [name.removesuffix("weight") + inner if inner else name]
         if config.tie_word_embeddings and role == "embedding":
             names.append(self.lm_head)
-        return [Location(name) for name in names]
+        padded = None if role == "final_norm" else config.padded_vocab_size
+        return [Location(name, padded=padded) for name in names]
 
     def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
         """Where a block's weight may be, the usual place first; where it is in several of them, it

@@ -10,6 +10,7 @@ from megatron_hybrid.models.families.bamba import Bamba
 from megatron_hybrid.models.families.falcon_h1 import FalconH1
 from megatron_hybrid.models.families.family import Family
 from megatron_hybrid.models.families.granite_moe_hybrid import GraniteMoeHybrid
+from megatron_hybrid.models.families.inkling import INKLING_NAMES, Inkling
 from megatron_hybrid.models.families.jamba import Jamba
 from megatron_hybrid.models.families.kimi_linear import KimiLinear
 from megatron_hybrid.models.families.lfm2 import Lfm2
@@ -46,6 +47,7 @@ FAMILIES: tuple[Family, ...] = (
     Lfm3(),
     KimiLinear(),
     BailingHybrid(),
+    Inkling(),
     RecurrentGemma(),
     Rwkv(),
     XLSTM(),
@@ -74,6 +76,7 @@ TEXT_PARTS: tuple[TextPart, ...] = (
         names=_CAUSAL_LM,
     ),
     TextPart(NemotronH(), ("nemo_speechlm", "nemotron3_5_transcribe"), names=_NEMO, tied=False),
+    TextPart(Inkling(), ("inkling_mm_model",), names=INKLING_NAMES),
     TextPart(GraniteMoeHybrid(), ("granite_speech", "granite_speech_plus"), tied=True),
 )
 BY_MODEL_TYPE: dict[str, Family] = {
