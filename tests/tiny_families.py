@@ -322,7 +322,7 @@ TINY: dict[str, Tiny] = {
             "swa_num_key_value_heads": 2,
             "swa_head_dim": 8,
             "sliding_window_size": 21,
-            "d_rel": 6,
+            "d_rel": 8,
             "rel_extent": 37,
             "log_scaling_n_floor": 24,
             "log_scaling_alpha": 0.5,

@@ -77,6 +77,7 @@ class Inkling(TwoBlockFamily):
         (r"^router\.bias$", "gate.e_score_correction_bias"),
         (r"^router\.scale$", "gate.global_scale"),
         (r"^router\.", "gate."),
+        (r"^sinks\.experts\.", "shared_experts."),
     )
 
     def locate_in(
@@ -89,26 +90,21 @@ class Inkling(TwoBlockFamily):
         return super().locate_in(config, layer, block, role)
 
     def locate_mlp(self, config: HybridModelConfig, layer: str, role: str) -> list[Location]:
-        found = _EXPERT.fullmatch(role)
-        if found is None:
-            places = [Location(f"{layer}.mlp.{self.name_of(role)}")]
+        places = super().locate_mlp(config, layer, role)
+        if (expert := _EXPERT.fullmatch(role)) is None:
+            w13, number, count = f"{layer}.mlp.w13_dn.weight", None, 1
             part, parts = GATED.get(role.removesuffix(".weight"), (0, 1))
-            if parts > 1:
-                w13 = f"{layer}.mlp.w13_dn.weight"
-                places.append(Location(w13, part=part, parts=parts, interleaved=True))
-            return places
-        assert config.moe is not None
-        sink, number, name = found[1], int(found[2]), found[3]
-        experts = f"{layer}.mlp.{'shared_experts' if sink else 'experts'}"
-        (part, parts), count = GATED[name], config.moe.sinks if sink else config.moe.num_experts
-        own = Location(f"{experts}.{name}", number, count)
-        if parts == 1:
-            return [own]
-        w13 = f"{experts}.{'shared_' if sink else ''}w13_weight"
-        released = Location(w13, number, count, part, parts, interleaved=True)
-        if not sink:
-            own = Location(f"{experts}.gate_up_proj", number, count, part, parts)
-        return [own, released]
+        else:
+            assert config.moe is not None
+            number, count = int(expert[2]), config.moe.num_experts
+            part, parts = GATED[expert[3]]
+            w13 = f"{layer}.mlp.experts.w13_weight"
+            if expert[1]:
+                count, w13 = config.moe.sinks, f"{layer}.mlp.shared_experts.shared_w13_weight"
+                places.append(Location(f"{layer}.mlp.shared_experts.{expert[3]}", number, count))
+        if parts > 1:
+            places.append(Location(w13, number, count, part, parts, interleaved=True))
+        return places
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
         for name, supported in _SAID.items():
