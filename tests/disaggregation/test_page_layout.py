@@ -51,9 +51,10 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": _DELTA,
     "falcon_h1": {"mamba_n_groups": 1},
     "bamba": {"mamba_n_groups": 1, "num_key_value_heads": 1},
+    "inkling": {"swa_num_attention_heads": 4, "num_key_value_heads": 1},
 }
 USUAL = ("nemotron_h", "bamba", "falcon_h1", "zamba2", "mamba", "jamba", "qwen3_next", "lfm2")
-NAMES = usually((*USUAL, "llama", "bailing_hybrid"), FAMILIES)
+NAMES = usually((*USUAL, "llama", "bailing_hybrid", "inkling"), FAMILIES)
 SIZES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))  # tensor, pipeline
 Size = tuple[int, int]
 
@@ -109,12 +110,12 @@ class Tiny:
 def _rows_by_weights(model: HybridModel) -> dict[tuple[int, str], Tensor]:
     """Of each tensor of a rank's caches which rows of the whole it has: by the places where its
     weights are loaded to, which each get the number of their row."""
-    channels: Counter[int | None] = Counter()  # of convolutions of q, k and v, one behind the other
+    channels: Counter[int | None] = Counter()  # of convolutions, one behind the other
     for block, part in model.weight_parts():
         target, axis = part.target, 2 if len(part.shape) == 4 else 0
         assert isinstance(target, Tensor)
         numbers = torch.arange(part.shape[axis])[part.source[axis]]
-        if re.search(r"\b[qkv]_conv1d\.", part.role):
+        if re.search(r"\b([qkv]_conv1d|([kv]_)?sconv)\.", part.role):
             numbers += channels[block]
             channels[block] += part.shape[0]
         wide = numbers.view(*[1] * axis, -1, *[1] * (target.ndim - axis - 1))
@@ -133,7 +134,7 @@ def _rows_by_weights(model: HybridModel) -> dict[tuple[int, str], Tensor]:
             found[index, "key"] = found[index, "value"] = heads
     for index, layer in recurrent.items():
         if layer is not None:
-            if any(re.search(r"\b([qkv]_)?conv", part.role) for part in layer.weight_parts()):
+            if any(re.search(r"\b([qkv]_)?s?conv", part.role) for part in layer.weight_parts()):
                 found[index, "conv"] = layer.conv_weight[:, 0].long()
             names = [n for n in ("A_log", "time_decay", "recurrent_param") if hasattr(layer, n)]
             if names or isinstance(layer, MLSTM):

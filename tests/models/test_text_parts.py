@@ -87,6 +87,14 @@ WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "granite_moe_hybrid",
         SPEECH,
     ),
+    "inkling_mm_model": (
+        "InklingForConditionalGeneration",
+        "inkling",
+        {
+            "vision_config": {"hidden_size": 64, "num_hidden_layers": 4, "patch_size": 2},
+            "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8},
+        },
+    ),
 }
 # Of types that transformers does not know: which of those above has the same weights.
 LIKE = {
@@ -100,7 +108,7 @@ LIKE = {
 def make_whole(kind: str, folder: Path, **overrides: Any) -> PreTrainedModel:
     """A random model of transformers in `folder`; `overrides`: of its text part."""
     name, family, others = WHOLES[kind]
-    (folder / "text").mkdir()
+    (folder / "text").mkdir(parents=True)
     if "granite" in kind:  # transformers 5.24 forgets it there
         overrides["logits_scaling"] = 1.0
     text = make_tiny_model(family, folder / "text", **overrides).config.to_dict()

@@ -44,6 +44,12 @@ _SAID: dict[str, Any] = {
     "shared_expert_sink": True,
     "inference_moe_w13_interleaved": True,
 }
+# Below that a number means something else here, or nothing.
+_LEAST = {
+    **dict.fromkeys(("conv_kernel_size", "sconv_kernel_size"), 2),
+    **dict.fromkeys(("sliding_window_size", "sliding_window", "d_rel", "rel_extent"), 1),
+    **dict.fromkeys(("log_scaling_n_floor", "n_shared_experts", "unpadded_vocab_size"), 1),
+}
 _EXPERT = re.compile(r"(sinks\.)?experts\.(\d+)\.(\w+)\.weight")
 # The text's weights in a checkpoint of the whole.
 INKLING_NAMES: Names = (
@@ -109,10 +115,15 @@ class Inkling(TwoBlockFamily):
     def config(self, raw: RawConfig) -> HybridModelConfig:
         for name, supported in _SAID.items():
             raw.refuse_unless(name, supported)
+        for name, least in _LEAST.items():
+            if raw.whole(name, default=least) < least:
+                raise ConfigurationError(
+                    f"{name} = {raw.get(name)} in {raw.where}; it must be at least {least}."
+                )
         raw = _with_widths(raw)
         letters, mlps = self._letters(raw)
         pattern = "".join(map("".join, zip(letters, mlps, strict=True)))
-        width = self._conv_width(raw)
+        width = raw.whole("conv_kernel_size", "sconv_kernel_size", default=4)
         mlp = replace(raw.gated_mlp(), global_scale=True) if DENSE_MLP in mlps else None
         moe = self._moe(raw) if EXPERTS in mlps else None
         convolved = {
@@ -164,15 +175,6 @@ class Inkling(TwoBlockFamily):
                 )
         return "".join(_LAYERS[one] for one in names), "".join(_MLPS[one] for one in mlps)
 
-    def _conv_width(self, raw: RawConfig) -> int:
-        width = raw.whole("conv_kernel_size", "sconv_kernel_size", default=4)
-        if width < 2:
-            raise ConfigurationError(
-                f"conv_kernel_size = {width} in {raw.where}; short convolutions see a token and "
-                "those before it, at least 2."
-            )
-        return width
-
     def _attention(self, raw: RawConfig, width: int, kind: str = "") -> RelativeAttentionConfig:
         """`kind`: the prefix of what sliding layers have of their own."""
         of_heads = (64, 16, 128) if kind else (64, 8, 128)
@@ -204,12 +206,6 @@ class Inkling(TwoBlockFamily):
         )
 
     def _moe(self, raw: RawConfig) -> MoEConfig:
-        sinks = raw.whole("n_shared_experts", default=2)
-        if sinks < 1:
-            raise ConfigurationError(
-                f"n_shared_experts = {sinks} in {raw.where}; the router's weights are shared with "
-                "at least one."
-            )
         return MoEConfig(
             num_experts=raw.whole("n_routed_experts", "num_local_experts", default=256),
             experts_per_token=raw.whole("num_experts_per_tok", default=6),
@@ -219,7 +215,7 @@ class Inkling(TwoBlockFamily):
             weights_eps=0.0,
             scaling_factor=raw.number("route_scale", default=8.0),
             global_scale=True,
-            sinks=sinks,
+            sinks=raw.whole("n_shared_experts", default=2),
         )
 
     def _mtp(self, raw: RawConfig) -> MTPConfig | None:
