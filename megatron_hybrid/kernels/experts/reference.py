@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.activation.reference import activate
-from megatron_hybrid.kernels.elementwise import sigmoid, softplus
+from megatron_hybrid.kernels.elementwise import sigmoid
 from megatron_hybrid.kernels.experts.protocol import (
     ExpertAdapters,
     ExpertWeights,
@@ -47,7 +47,7 @@ def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         else:
             weights, experts = torch.softmax(logits.float(), dim=-1).topk(router.chosen, dim=-1)
         return experts, weights if router.factor == 1.0 else weights * router.factor
-    logits, of_sinks = logits.tensor_split([logits.shape[1] - router.sinks], dim=1)
+    logits, of_sinks = logits.float().tensor_split([logits.shape[1] - router.sinks], dim=1)
     scores = sigmoid(logits)
     choice = scores if router.bias is None else scores + router.bias
     if router.num_groups > 1:
@@ -57,14 +57,12 @@ def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, groups, False)
         choice = by_group.masked_fill(dropped[:, :, None], -torch.inf).flatten(1)
     experts = choice.topk(router.chosen, dim=-1).indices
+    weights = scores.gather(1, experts)
     if router.sinks:
-        assert router.normalize and router.eps == 0.0
-        kept = torch.cat((logits.gather(1, experts), of_sinks), dim=1)
-        weights = torch.softmax(-softplus(-kept), dim=-1)  # of the logs: sigmoids may all be 0
-    else:
-        weights = scores.gather(1, experts)
-        if router.normalize:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + router.eps)
+        assert router.normalize
+        weights = torch.cat((weights, sigmoid(of_sinks)), dim=1)
+    if router.normalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + router.eps)
     weights = weights * router.factor
     return experts, weights if router.scale is None else weights * router.scale
 

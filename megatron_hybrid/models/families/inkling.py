@@ -212,7 +212,6 @@ class Inkling(TwoBlockFamily):
             expert=raw.gated_mlp("moe_intermediate_size"),
             shared=None,
             scoring="sigmoid",
-            weights_eps=0.0,
             scaling_factor=raw.number("route_scale", default=8.0),
             global_scale=True,
             sinks=raw.whole("n_shared_experts", default=2),
