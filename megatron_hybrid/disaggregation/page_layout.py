@@ -272,9 +272,8 @@ def _recurrent(model: HybridModel) -> dict[int, RecurrentMixer]:
 
 def _channels(layer: RecurrentMixer) -> _Split:
     """Of the convolution's state."""
-    roles = "conv1d", "conv", "conv_1d", "q_conv1d", "k_conv1d", "v_conv1d", "sconv"
-    roles += "k_sconv", "v_sconv"
-    names = [f"{role}.weight" for role in roles]  # each layer has some of these
+    roles = "conv1d conv conv_1d q_conv1d k_conv1d v_conv1d k_sconv v_sconv sconv"
+    names = [f"{role}.weight" for role in roles.split()]  # each layer has some of these
     parts = [part for part in layer.weight_parts() if part.role in names]
     if not parts:  # of a Delay, of RWKV: it is no weight, and every rank has all of it
         return _Split.whole(layer.spec.conv_shape[0])

@@ -187,7 +187,8 @@ class MoE(Mixer):
     def plain_weights(self) -> Iterator[Tensor]:
         """What tokens are multiplied with, of experts one's, if it is not quantised."""
         yield self.router.weight
-        stacks = [(self.up_proj, self.dispatch.num_local), (self.down_proj, self.dispatch.num_local)]
+        local = self.dispatch.num_local
+        stacks = [(self.up_proj, local), (self.down_proj, local)]
         if self.sinks is not None:
             sinks = self.sinks
             stacks += [(sinks.up_proj, sinks.count), (sinks.down_proj, sinks.count)]

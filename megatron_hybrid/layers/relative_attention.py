@@ -1,5 +1,5 @@
-"""Inkling's attention: no positions, but a bias by distance, which each head of a token mixes from a
-bank of them; short convolutions of keys, of values and of the result."""
+"""Inkling's attention: no positions, but a bias by distance, which each head of a token mixes from
+a bank of them; short convolutions of keys, of values and of the result."""
 
 from __future__ import annotations
 

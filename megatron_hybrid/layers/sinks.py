@@ -34,7 +34,8 @@ class Sinks(nn.Module):
 
     def weight_parts(self) -> Parts:
         """As those of experts."""
-        rank, total, local = self.parallel.rank, self.expert.intermediate_size, self.down_proj.inputs
+        rank, total = self.parallel.rank, self.expert.intermediate_size
+        local = self.down_proj.inputs
         names = ("gate_proj", "up_proj") if self.expert.gated else ("up_proj",)
         rows = [
             Rows(f"experts.{i}.{name}", local, rank * local, total)

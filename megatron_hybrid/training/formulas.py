@@ -187,10 +187,8 @@ def attention(
     seen = None
     if window or bias is not None:
         every = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
-        seen = every.tril()
-        if window:
-            seen = seen & every.triu(1 - window)
-    if bias is not None:
+        seen = every.tril() & every.triu(1 - (window or q.shape[2]))
+    if bias is not None and seen is not None:
         profiles = sequences.padded(bias.weights.float()) @ F.pad(bias.bank.float(), (0, 1))
         at = torch.arange(q.shape[2], device=q.device)
         distance = (at[:, None] - at).clamp(0, bias.extent)

@@ -31,6 +31,7 @@ PARAMETERS = {
     "falcon-h1-7b": (7.59, "Falcon-H1 report; 7 B in the model card"),
     "falcon-mamba-7b": (7.27, "Hub"),
     "granite-4.0-h-tiny": (6.94, "Hub"),
+    "inkling-small": (263.7, "263.66 in transformers' class"),
     "jamba-mini-1.6": (51.6, "Hub; 52 B in the model card"),
     "kimi-linear-48b-a3b": (49.1, "48 B in the model card; 49.12 in transformers' class"),
     "lfm2-1.2b": (1.17, "model card"),

@@ -202,9 +202,7 @@ def _read(
     `names_experts` an integer ends in BLOCK_E - 1 - its place, so that no two are equal."""
     column = tl.arange(0, BLOCK_E)
     # Others may have written them while this kernel ran.
-    own = tl.load(
-        logits + column, mask=column < EXPERTS, other=0.0, cache_modifier=".cg"
-    )
+    own = tl.load(logits + column, mask=column < EXPERTS, other=0.0, cache_modifier=".cg")
     values = own.to(tl.float32)
     if SCORING == "sigmoid":
         values = tl.sigmoid(values)

@@ -313,8 +313,8 @@ def attend(
 def _attend_with_bias(
     q: Tensor, k: Tensor, v: Tensor, bias: RelativeBias, group: _Group, scale: float, window: int
 ) -> Tensor:
-    """q [N, Q, heads, head_dim], k and v [N, kv_heads, K, head_dim], the bias' weights [N, Q, heads,
-    profiles] -> [N, Q, heads, head_dim]. What a query sees follows from distances."""
+    """q [N, Q, heads, head_dim], k and v [N, kv_heads, K, head_dim], weights of the bias [N, Q,
+    heads, profiles] -> [N, Q, heads, head_dim]. What a query sees follows from distances."""
     number, queries, keys = group.shape
     heads, device = q.shape[2], q.device
     bank = F.pad(bias.bank, (0, 1))  # what is farther away has no bias

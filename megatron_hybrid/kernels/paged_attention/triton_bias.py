@@ -1,8 +1,9 @@
 """A RelativeBias inside of attention's kernels in Triton.
 
 Neither a bias for each query and key nor one for each query and distance is written to memory. For
-a tile of queries and keys the biases of all distances that occur in it are a product of the queries'
-weights and some columns of the bank; a row's are at other places of it than the next query's:
+a tile of queries and keys the biases of all distances that occur in it are a product of the
+queries' weights and some columns of the bank; a row's are at other places of it than the next
+query's:
 
     keys          k0 k1 k2 k3            distances in the tile, for queries at 5 and 6, keys 2 to 5
     query 5        3  2  1  0            0  1  2  3  4
@@ -20,7 +21,6 @@ from torch import Tensor
 from megatron_hybrid.kernels.launching import next_power_of_2
 from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E
 from megatron_hybrid.kernels.protocols import RelativeBias
-
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -48,7 +48,7 @@ class BiasArguments(NamedTuple):
             "BLOCK_P": max(next_power_of_2(profiles), 16),  # the least of a product
             "SPAN": max(next_power_of_2(queries + keys - 1), 16),
         }
-        return cls(bias.weights, bias.bank, *bias.weights.stride()[:2], sizes)
+        return cls(bias.weights, bias.bank, bias.weights.stride(0), bias.weights.stride(1), sizes)
 
 
 @triton.jit
@@ -68,9 +68,9 @@ def biases(
     own, bank, query, nearest, KEYS: tl.constexpr, EXTENT: tl.constexpr, PROFILES: tl.constexpr,
     BLOCK_P: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, KEYS] float32, times log2(e), of rows with the weights own [ROWS, BLOCK_P], which belong to the
-    query-th query of the tile [ROWS]; the first of these is at the distance `nearest` from the
-    tile's last key."""
+    """[ROWS, KEYS] float32, times log2(e), of rows with the weights own [ROWS, BLOCK_P], which
+    belong to the query-th query of the tile [ROWS]; the first of these is at the distance `nearest`
+    from the tile's last key."""
     profile, far = tl.arange(0, BLOCK_P), nearest + tl.arange(0, SPAN)
     known = (profile < PROFILES)[:, None] & ((far >= 0) & (far < EXTENT))[None, :]
     columns = tl.load(bank + profile[:, None] * EXTENT + far[None, :], mask=known, other=0.0)

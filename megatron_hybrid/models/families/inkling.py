@@ -1,6 +1,6 @@
 """Inkling (Thinking Machines Lab): attention without positions but with a bias by distance, in most
-layers with a sliding window, each with an MLP or experts; short convolutions of keys, of values, and
-of what every layer gives. Of models that also see and hear the text part."""
+layers with a sliding window, each with an MLP or experts; short convolutions of keys, of values,
+and of what every layer gives. Of models that also see and hear the text part."""
 
 from __future__ import annotations
 
@@ -165,7 +165,8 @@ class Inkling(TwoBlockFamily):
         if mlps is None:
             dense = raw.whole("dense_mlp_idx", default=0)
             mlps = ["dense" if i < dense else "sparse" for i in range(count)]
-        for said, kinds, name in ((names, _LAYERS, "layer_types"), (mlps, _MLPS, "mlp_layer_types")):
+        lists = (names, _LAYERS, "layer_types"), (mlps, _MLPS, "mlp_layer_types")
+        for said, kinds, name in lists:
             unknown = [one for one in said if one not in kinds]
             if unknown or len(said) != count:
                 wanted = " or ".join(map(repr, kinds))
