@@ -244,3 +244,25 @@ def test_heads_of_other_sizes_are_computed_as_short_prompts_are(
 ) -> None:
     attention, shape = by_head_keys(monkeypatch), latent_shape(3, 32, 8, 16, torch.float16)
     check(attention, rope, MIXED, shape, decodes=3, tolerance=5e-3, **EXPANDED)
+
+
+@BOTH
+def test_few_queries_are_cut_by_keys(
+    batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where most of a device would have nothing to do; to the bit as if they were not."""
+    lengths: Lengths = [(1, 100), (1, 40), (9, 300), (3, 3), (2, 130)]
+    attention, shape = small(batch_invariant), latent_shape()
+    step = latent_step(lengths, shape, decodes=2)
+    assert attention.plan(step.paged, shape).few is None
+    whole = attended(attention, rope, latent_step(lengths, shape, decodes=2))
+    monkeypatch.setattr(triton, "processors", lambda device: 64)
+    plan = attention.plan(step.paged, shape)
+    assert plan.few is not None and plan.few.inner.joins and plan.few.wanted > 3
+    assert attention.plan(latent_step(MIXED, shape, decodes=3).paged, shape).few is not None
+    many: Lengths = [(300, 300)]
+    assert attention.plan(latent_step(many, shape, decodes=0).paged, shape).few is None
+    for decodes in (0, 2):
+        check(attention, rope, lengths, decodes=decodes)
+    if batch_invariant:
+        assert torch.equal(attended(attention, rope, latent_step(lengths, shape, decodes=2)), whole)

@@ -18,9 +18,10 @@ Outside of batch-invariant mode long prompts are computed by keys and values of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,7 +77,8 @@ class LatentPlan:
 
     inner: SplitPlan
     wanted: int  # splits of all decodes, about
-    prompts: expanded.Prompts | None  # that are computed by keys and values of each head
+    prompts: expanded.Prompts | None = None  # that are computed by keys and values of each head
+    few: LatentPlan | None = None  # of prompts with so few queries that they are cut by keys, too
 
     @property
     def kv_slot(self) -> Tensor:
@@ -114,8 +116,25 @@ class TritonLatentAttention:
             wanted *= _ITEMS
         else:  # the last of each sequence may be one more
             wanted = max(wanted - paged.num_decodes, 1)
+        inner = self._planner.plan(paged, shape)
         prompts = None if self._folds else expanded.long_prompts(paged, shape)
-        return LatentPlan(self._planner.plan(paged, shape), wanted, prompts)
+        few = self._few_queries(paged, shape) if prompts is None else None
+        return LatentPlan(inner, wanted, prompts, few)
+
+    def _few_queries(self, paged: PagedSequences, shape: AttentionShape) -> LatentPlan | None:
+        """Of the prompts as if they were decodes, if most multiprocessors had no tile of theirs."""
+        first, device = paged.num_decodes, paged.kv_slot.device
+        count = len(paged.kv_length) - first
+        if paged.static or not count:
+            return None
+        _, tile = self._tile(shape, device)
+        queries = np.diff(paged.host.cu_seqlens[first:])
+        tiles = int((-(-queries * shape.heads // tile.rows)).sum())
+        if not 0 < 2 * tiles <= processors(device):
+            return None
+        own = paged.behind(first)
+        wanted = max(processors(device) * count // tiles, count)
+        return LatentPlan(self._planner.plan(replace(own, num_decodes=count), shape), wanted)
 
     def most_captured(self, shape: AttentionShape, prompts: int) -> int:
         """As in LatentAttention."""
@@ -166,7 +185,9 @@ class TritonLatentAttention:
         decodes = inner.paged.num_decodes
         if decodes:
             self._attend_decodes(absorbed, turned, cache, plan, latents)
-        if of_prompts and len(inner.paged.kv_length) > decodes and inner.prompt_tokens:
+        if of_prompts and plan.few is not None:
+            self._attend_decodes(absorbed, turned, cache, plan.few, latents)
+        elif of_prompts and len(inner.paged.kv_length) > decodes and inner.prompt_tokens:
             self._attend_prompts(absorbed, turned, cache, inner, latents)
         return by_head(latents, weights.value)
 
