@@ -326,6 +326,12 @@ TINY: dict[str, Tiny] = {
         {"num_hidden_layers": 3, "attention_hidden_size": 96, "intermediate_size": 112,
          "context_length": 2048},
     ),
+    "zaya": Tiny(
+        "Zaya",
+        {"num_hidden_layers": 3, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+         "sliding_window": 21, "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32,
+         "router_hidden_size": 24},
+    ),
     "llama": Tiny("Llama", {"num_hidden_layers": 3, "intermediate_size": 96}),
     "qwen3": Tiny("Qwen3", {"num_hidden_layers": 3, "intermediate_size": 96, "head_dim": 16}),
     "kimi_linear": Tiny(

@@ -272,6 +272,9 @@ def _recurrent(model: HybridModel) -> dict[int, RecurrentMixer]:
 
 def _channels(layer: RecurrentMixer) -> _Split:
     """Of the convolution's state."""
+    if layer.state_runs is not None:
+        runs, total = layer.state_runs
+        return _Split(tuple(runs), total)
     roles = "conv1d", "conv", "conv_1d", "q_conv1d", "k_conv1d", "v_conv1d"
     names = [f"{role}.weight" for role in roles]  # each layer has some of these
     parts = [part for part in layer.weight_parts() if part.role in names]

@@ -54,35 +54,19 @@ class AttentionConfig:
         return Attention(self, context)
 
 
-class Attention(CachedAttention):
-    """KV heads are split over the ranks, or replicated where there are fewer heads than ranks."""
+class GroupedQueryAttention(CachedAttention):
+    """Heads, their KV cache, and the projection of what they give. KV heads are split over the
+    ranks, or replicated where there are fewer heads than ranks."""
 
-    key_role = "k_proj.weight"
-
-    def __init__(
-        self, config: AttentionConfig, context: LayerContext, input_size: int | None = None
-    ) -> None:
-        """`input_size`: where it is not the hidden size."""
+    def __init__(self, config: AttentionConfig, context: LayerContext) -> None:
         super().__init__(context, config.rope)
-        assert not (config.output_gate and config.head_gate)
         self.config = config
         self.kind = "sliding_attention" if config.window else "attention"
         if self.kv_dtype == FP8:
             self.scale_by(1.0, 1.0)
         self.heads = context.share(config.num_heads, "attention heads")
         self.kv_heads = context.share(config.num_kv_heads, "KV heads", or_copy=True)
-        queries, keys = self.heads * config.head_dim, self.kv_heads * config.head_dim
-        gates = queries if config.output_gate else self.heads * config.head_gate
-        self.qkv_sections = [queries + 2 * keys, gates]
-        self.qkv_proj = context.to_rows(sum(self.qkv_sections), config.qkv_bias, input_size)
-        self.o_proj = context.to_hidden(queries, config.output_bias)
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            sizes = (queries, keys) if config.norm_over_heads else (config.head_dim,) * 2
-            self.q_norm, self.k_norm = (
-                RMSNorm(size, context.eps, context.dtype, config.zero_centered_norm)
-                for size in sizes
-            )
+        self.o_proj = context.to_hidden(self.heads * config.head_dim, config.output_bias)
 
     def scale_by(self, k_scale: float, v_scale: float) -> None:
         """As in CachedAttention."""
@@ -108,6 +92,34 @@ class Attention(CachedAttention):
     def kernel(self, kernels: KernelSet) -> PagedKernel:
         """As in CachedAttention."""
         return kernels.attention
+
+    def _cache(self, plans: KernelPlans, layer: int) -> KVCache:
+        cache = plans.caches.kv[layer]
+        return KVCache(cache.key, cache.value, self.k_scale, self.v_scale)
+
+
+class Attention(GroupedQueryAttention):
+    """Queries, keys and values are one projection, with gates behind them."""
+
+    key_role = "k_proj.weight"
+
+    def __init__(
+        self, config: AttentionConfig, context: LayerContext, input_size: int | None = None
+    ) -> None:
+        """`input_size`: where it is not the hidden size."""
+        super().__init__(config, context)
+        assert not (config.output_gate and config.head_gate)
+        queries, keys = self.heads * config.head_dim, self.kv_heads * config.head_dim
+        gates = queries if config.output_gate else self.heads * config.head_gate
+        self.qkv_sections = [queries + 2 * keys, gates]
+        self.qkv_proj = context.to_rows(sum(self.qkv_sections), config.qkv_bias, input_size)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            sizes = (queries, keys) if config.norm_over_heads else (config.head_dim,) * 2
+            self.q_norm, self.k_norm = (
+                RMSNorm(size, context.eps, context.dtype, config.zero_centered_norm)
+                for size in sizes
+            )
 
     @property
     def reader(self) -> Reader | None:
@@ -200,10 +212,6 @@ class Attention(CachedAttention):
             scale = (total / max(x.shape[1] * self.parallel.size, 1) + norm.eps).rsqrt()
             parts.append((x * scale).to(norm.weight.dtype) * norm.weight[: x.shape[1]])
         return torch.cat([*(part.to(qkv.dtype) for part in parts), value], dim=1)
-
-    def _cache(self, plans: KernelPlans, layer: int) -> KVCache:
-        cache = plans.caches.kv[layer]
-        return KVCache(cache.key, cache.value, self.k_scale, self.v_scale)
 
 
 def _channels(part: Part, rows: Rows) -> WeightPart:

@@ -32,6 +32,13 @@ class StepPart(NamedTuple):
     scan: Plan  # None where a layer has a convolution only
 
 
+@dataclass(slots=True)
+class Carried:
+    """What a CarriedRouter hands to that of the next layer: [rows, size]; None before the first."""
+
+    states: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class KernelPlans:
     """The kernels and their plans, of those kinds of layers that the model has."""
@@ -48,5 +55,6 @@ class KernelPlans:
     # Of the lockstep group's replicas, at this point of the model: see LockstepSize.
     most_tokens: int = 0
     all_to_all: bool = False
+    carried: Carried | None = None  # of a model whose routers carry something
     # Takes the experts [tokens, chosen] that each layer's router chooses; None: nobody wants them.
     chosen: list[Tensor] | None = None

@@ -25,6 +25,7 @@ from megatron_hybrid.kernels.experts.protocol import (
 from megatron_hybrid.kernels.linear.formats import format_of
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.protocols import Inputs, Reader
+from megatron_hybrid.layers.carried_router import CarriedRouter, CarriedRouterConfig
 from megatron_hybrid.layers.expert_dispatch import ExpertDispatch
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.linear import Linear
@@ -38,7 +39,8 @@ from megatron_hybrid.layers.parts import Parts, Rows, columns, fused, prefixed, 
 class MoEConfig:
     """`scoring` is "softmax" (Granite, Jamba, Qwen) or "sigmoid" (DeepSeek-V3, Nemotron-H; where
     `router_bias`, with a learned bias): see kernels.protocols.Router. `shared_gate`: the shared
-    MLP's result is multiplied by a learned sigmoid of each token."""
+    MLP's result is multiplied by a learned sigmoid of each token. `router`: what chooses instead,
+    and may choose none."""
 
     num_experts: int
     experts_per_token: int
@@ -53,6 +55,12 @@ class MoEConfig:
     shared_gate: bool = False
     scaling_factor: float = 1.0
     latent_size: int | None = None  # experts work in this size, between two projections
+    router: CarriedRouterConfig | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Experts, and one number more where a token may have none."""
+        return self.num_experts + (self.router is not None)
 
     def mixer(self, context: LayerContext) -> MoE:
         """As in LayerConfig."""
@@ -75,6 +83,10 @@ class TopKRouter(nn.Module):
         yield whole("router.weight", self.weight)
         if self.bias is not None:
             yield whole("router.bias", self.bias)
+
+    def plain_weights(self) -> Iterator[Tensor]:
+        """What tokens are multiplied with."""
+        yield self.weight
 
     def forward(self, x: Tensor, plans: KernelPlans) -> tuple[Tensor, Tensor]:
         """[tokens, hidden] -> experts and weights, [tokens, chosen] each."""
@@ -126,7 +138,11 @@ class MoE(Mixer):
         self.dispatch = ExpertDispatch(ranks, context.parallel, config.num_experts)
         self.slices = ranks.tensor
         self.parallel = context.parallel
-        self.router = TopKRouter(config, hidden_size, dtype)
+        self.router: TopKRouter | CarriedRouter
+        if config.router is None:
+            self.router = TopKRouter(config, hidden_size, dtype)
+        else:
+            self.router = CarriedRouter(config.router, config.num_experts, context)
         width = config.latent_size or hidden_size
         local, num_local = size // ranks.tensor.size, self.dispatch.num_local
         rows = 2 * local if config.expert.gated else local
@@ -172,7 +188,7 @@ class MoE(Mixer):
 
     def plain_weights(self) -> Iterator[Tensor]:
         """What tokens are multiplied with, of experts one's, if it is not quantised."""
-        yield self.router.weight
+        yield from self.router.plain_weights()
         for layer in (self.up_proj, self.down_proj):
             weight = layer.stacked(self.dispatch.num_local)
             if isinstance(weight, Tensor):
@@ -204,7 +220,7 @@ class MoE(Mixer):
         if self.to_latent is not None:
             inner = multiply(x, self.to_latent.weight, self.to_latent.bias)
         expert, num_local = self.config.expert, self.dispatch.num_local
-        elsewhere = self.config.num_experts - num_local
+        elsewhere = self.config.num_choices - num_local
         up, down = self.up_proj.stacked(num_local), self.down_proj.stacked(num_local)
         layer = ExpertWeights(up, down, expert.activation, expert.gated, elsewhere)
         adapters, beside = plans.kernels.adapters, None

@@ -83,6 +83,12 @@ class RecurrentMixer(Mixer):
         """Whether it has a convolution."""
         return bool(self.conv_sections)
 
+    @property
+    def state_runs(self) -> tuple[list[tuple[int, int]], int] | None:
+        """Of the convolution's channels those that this rank has, as runs (first, count), and how
+        many all ranks have; None: as of the weights that conv_parts names."""
+        return None
+
     def kernel(self, kernels: KernelSet | Replays) -> Any:
         """The scan of this kind of layer, a Scan or a Replay; None without one."""
         return None

@@ -22,6 +22,7 @@ from megatron_hybrid.layers.mixer import LayerContext, Mixed, Mixer, added_up
 from megatron_hybrid.layers.moe import MoE
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Parts, inner_parts, prefixed
+from megatron_hybrid.layers.residual_scaling import ChannelScale, ResidualScaling
 from megatron_hybrid.layers.shared_transformer import SharedTransformer, SharedTransformerUse
 from megatron_hybrid.models.config import (
     SHARED_TRANSFORMER,
@@ -66,6 +67,7 @@ class Block(nn.Module):
         entering: Addend,
         post_norm: RMSNorm | None = None,
         from_norm: bool = False,
+        scaling: ResidualScaling | None = None,
     ) -> None:
         """`ranks`: that have a part of the mixer each. `entering`: of the block before."""
         super().__init__()
@@ -75,6 +77,7 @@ class Block(nn.Module):
         self.norm = norm
         self.mixer = mixer
         self.post_norm = post_norm
+        self.scaling = scaling
 
     @property
     def attention(self) -> CachedAttention | None:
@@ -112,13 +115,20 @@ class Block(nn.Module):
 
     def _stream(self, x: Inputs, residual: Tensor) -> Tensor:
         """What the mixer's result is to be added to, of what `_enter` gives."""
+        if self.scaling is not None:
+            return self.scaling.stream(residual)
         return plain_rows(x).to(residual.dtype) if self.from_norm else residual
 
     def _leave(self, mixed: Mixed, plans: KernelPlans) -> Mixed:
-        """What the mixer gives, normed where that is to be: its parts are summed before."""
-        if self.post_norm is None:
+        """What the mixer gives, normed or scaled where that is to be: its parts are summed
+        before."""
+        if self.post_norm is None and self.scaling is None:
             return mixed
-        return self.post_norm(self.ranks.all_reduce(added_up(mixed)), plans.kernels)
+        total = self.ranks.all_reduce(added_up(mixed))
+        if self.scaling is not None:
+            return self.scaling.mixed(total)
+        assert self.post_norm is not None
+        return self.post_norm(total, plans.kernels)
 
 
 class MoEBlock(Block):
@@ -142,9 +152,9 @@ class MoEBlock(Block):
 
 
 class FirstBlock(Block):
-    """The first Block of a model whose embeddings go through a norm of their own."""
+    """The first Block of a model whose embeddings go through a norm, or scales, of their own."""
 
-    embedding_norm: RMSNorm
+    embedding_norm: RMSNorm | ChannelScale
 
     def _enter(
         self, mixed: Mixed | None, residual: Tensor, plans: KernelPlans
@@ -223,7 +233,8 @@ class BlockBuilder:
         config = self.config
         form = config.form(index - 1) if index else BlockForm()
         multiplier = config.residual_multiplier * form.multiplier / config.stream_divisor(index)
-        return Addend(multiplier, None if form.post_norm else self.parallel.tensor)
+        is_whole = form.post_norm or form.scaled
+        return Addend(multiplier, None if is_whole else self.parallel.tensor)
 
     def context(self, index: int) -> LayerContext:
         """For a layer whose caches have this number."""
@@ -251,13 +262,19 @@ class BlockBuilder:
             assert form.norm or config.stream_divisor(index) == 1.0
             norm = self.norm(index) if form.norm else None
             post_norm = self.norm() if form.post_norm else None
+            scaling = ResidualScaling(config.hidden_size, self.dtype) if form.scaled else None
+            around = post_norm, form.from_norm, scaling
             kind = MoEBlock if isinstance(mixer, MoE) else Block
-            if index == 0 and config.embedding_norm:
-                entry = FirstBlock(self.norm(), mixer, ranks, entering)
-                entry.embedding_norm = self.norm()
+            if index == 0 and (config.embedding_norm or config.embedding_scale):
+                entry = FirstBlock(norm, mixer, ranks, entering, *around)
+                entry.embedding_norm = (
+                    ChannelScale(config.hidden_size, self.dtype)
+                    if config.embedding_scale
+                    else self.norm()
+                )
                 block: Block = entry
             else:
-                block = kind(norm, mixer, ranks, entering, post_norm, form.from_norm)
+                block = kind(norm, mixer, ranks, entering, *around)
             allocate_linears(block.weight_parts(), partial(self.formats, index))
             return block
         shared = config.shared_transformer

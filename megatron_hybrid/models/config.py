@@ -37,6 +37,8 @@ MAMBA, ATTENTION, DENSE_MLP, EXPERTS, GATED_DELTA_NET = "M", "*", "-", "E", "G"
 MAMBA1, SHORT_CONV, SIDE_BY_SIDE, SHARED_TRANSFORMER = "S", "C", "H", "Z"
 LATENT_ATTENTION, KIMI_DELTA_ATTENTION, LIGHTNING_ATTENTION = "A", "K", "N"
 SLIDING_ATTENTION = "L"
+# Attention whose queries and keys are convolved; with a sliding window.
+CONVOLVED_ATTENTION, SLIDING_CONVOLVED_ATTENTION = "Q", "Y"
 # RWKV's mixing of time and of channels; Griffin's recurrent unit; xLSTM's cell.
 TIME_MIX, CHANNEL_MIX, RG_LRU, MLSTM = "W", "F", "R", "X"
 # Whose kernels are in plain torch alone; and of these whose states hold exponents.
@@ -78,15 +80,18 @@ class BlockForm:
     """Which norms a block has around its mixer, one at least: what it adds to the residual stream x
     is mixer(norm(x)), post_norm(mixer(x)), or with both of them post_norm(mixer(norm(x))); times
     `multiplier`, besides the model's residual_multiplier. `from_norm`: it is added to
-    `stream_multiplier` * norm(x), not to x."""
+    `stream_multiplier` * norm(x), not to x. `scaled`: both are scaled and shifted before they are
+    added: see ResidualScaling."""
 
     norm: bool = True
     post_norm: bool = False
     multiplier: float = 1.0
     from_norm: bool = False
     stream_multiplier: float = 1.0
+    scaled: bool = False
 
     def __post_init__(self) -> None:
+        assert not (self.scaled and (self.post_norm or self.from_norm))
         assert self.norm or (self.post_norm and not self.from_norm)
         assert self.from_norm or self.stream_multiplier == 1.0
 
@@ -102,6 +107,7 @@ class HybridModelConfig:
         N  lightning attention K  Kimi delta attention  F  RWKV's channel mixing
         R  real-gated linear recurrent unit             X  mLSTM
         L  attention with a sliding window (local)
+        Q  attention whose queries and keys are convolved; Y the same with a sliding window
 
     Every block is x + residual_multiplier * mixer(norm(x)), or as its BlockForm says. The
     description of a kind of block is None when the pattern has none of it; `others` has those of
@@ -134,6 +140,7 @@ class HybridModelConfig:
     forms: tuple[BlockForm, ...] = ()  # of the pattern's blocks; empty: the usual one of all
     layer_norm: bool = False  # norms are LayerNorms
     embedding_norm: bool = False  # embeddings go through a norm of their own
+    embedding_scale: bool = False  # or through a ChannelScale
     mtp: MTPConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -170,6 +177,14 @@ class HybridModelConfig:
     def form(self, block: int) -> BlockForm:
         """Of the same blocks: a head's is the usual one."""
         return self.forms[block] if block < len(self.forms) else BlockForm()
+
+    def carried_size(self, boundary: int) -> int:
+        """Numbers of a token that routers hand from the blocks before this one to those from there
+        on; 0: none do."""
+        moe = self.moe
+        if moe is None or moe.router is None or moe.router.first >= boundary:
+            return 0
+        return moe.router.size if EXPERTS in self.pattern[boundary:] else 0
 
     def stream_divisor(self, block: int) -> float:
         """What the residual stream in front of a block is divided by as long as it is kept: the

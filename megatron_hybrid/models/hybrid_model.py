@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.layers.adapters import AdaptedPart, AdapterSlots, of_logits
 from megatron_hybrid.layers.cached_attention import CachedAttention
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, LockstepSize, StateSpec, StepInputs
-from megatron_hybrid.layers.kernel_plans import KernelPlans
+from megatron_hybrid.layers.kernel_plans import Carried, KernelPlans
 from megatron_hybrid.layers.linear import (
     ColumnParallelLinear,
     Linear,
@@ -41,21 +40,10 @@ from megatron_hybrid.models.blocks import (
     uses_of_shared,
 )
 from megatron_hybrid.models.config import SHARED_TRANSFORMER, HybridModelConfig
+from megatron_hybrid.models.hidden import Hidden
 from megatron_hybrid.models.mtp import MTPHead
 from megatron_hybrid.models.stages import ModelStages
 from megatron_hybrid.parallel import ParallelContext, VocabParallelEmbedding
-
-
-class Hidden(NamedTuple):
-    """What goes from one block to the next. Its rows are the step's tokens, and past the last block
-    in which tokens see each other those whose logits are wanted. With an MTPHead they see each
-    other there."""
-
-    residual: Tensor  # [rows, hidden]
-    # [rows, hidden] of the last block, not added yet (this rank's part of it: see Mixer); None
-    # before the first one
-    mixed: Tensor | None
-    embeddings: Tensor | None  # [rows, hidden], where a later block reads them
 
 
 class HybridModel(nn.Module):
@@ -331,22 +319,31 @@ class HybridModel(nn.Module):
         most = size.tokens
         if self.stage.start > last_mixing:
             plans, most = replace(plans, kernels=of_logits(plans.kernels, inputs)), size.rows
-        residual, mixed, embeddings = self._embed(inputs) if entering is None else entering
+        hidden = self._embed(inputs) if entering is None else entering
+        residual, mixed, embeddings, carried = *hidden[:3], Carried(hidden.carried)
         kept: list[Tensor] | None = None if plans.caches.routed is None else []
         plans = replace(
-            plans, embeddings=embeddings, most_tokens=most, all_to_all=size.all_to_all, chosen=kept
+            plans,
+            embeddings=embeddings,
+            most_tokens=most,
+            all_to_all=size.all_to_all,
+            carried=carried,
+            chosen=kept,
         )
         for index, block in self.own_blocks():
             mixed, residual = block(mixed, residual, plans)
             if index == last_mixing:
                 mixed, residual = inputs.of_logits(added_up(mixed)), inputs.of_logits(residual)
+                if carried.states is not None:
+                    carried.states = inputs.of_logits(carried.states)
                 kernels = of_logits(plans.kernels, inputs)
                 plans = replace(plans, kernels=kernels, most_tokens=size.rows)
         if kept is not None:
             plans.caches.keep_routed(inputs.paged.kv_slot, kept)
         if SHARED_TRANSFORMER not in config.pattern[self.stage.stop :]:
             embeddings = None
-        return Hidden(residual, None if mixed is None else added_up(mixed), embeddings)
+        given = carried.states if config.carried_size(self.stage.stop) else None
+        return Hidden(residual, None if mixed is None else added_up(mixed), embeddings, given)
 
     def _embed(self, inputs: StepInputs) -> Hidden:
         config = self.config

@@ -26,6 +26,7 @@ from megatron_hybrid.models.families.text_part import USUAL_NAMES, TextPart
 from megatron_hybrid.models.families.xlstm import XLSTM
 from megatron_hybrid.models.families.zamba import Zamba
 from megatron_hybrid.models.families.zamba2 import Zamba2
+from megatron_hybrid.models.families.zaya import Zaya
 
 FAMILIES: tuple[Family, ...] = (
     NemotronH(),
@@ -49,6 +50,7 @@ FAMILIES: tuple[Family, ...] = (
     RecurrentGemma(),
     Rwkv(),
     XLSTM(),
+    Zaya(),
     Llama(),
     Qwen3(),
 )
