@@ -34,6 +34,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "o_proj",
         *MLP,
     ),
+    "zaya": ("q_proj", "k_proj", "v_proj_current", "v_proj_delayed", "o_proj"),
     "kimi_linear": ("q_proj", "kv_a_proj_with_mqa", "o_proj", *MLP),
     "minimax": (*ATTENTION, "qkv_proj", "output_gate", "out_proj"),
     "lfm2": ("q_proj", "k_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3"),
@@ -45,6 +46,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
 
 # Of a family with experts: its stacked weights.
 EXPERTS = {
+    "zaya": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     "qwen3_next": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     "jamba": ("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
     "granite_moe_hybrid": (

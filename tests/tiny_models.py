@@ -98,4 +98,6 @@ def draw(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Ten
         return 0.5 * normal
     if "embed" in name:
         return normal
+    if "router_mlp" in name:  # or all tokens had the same expert
+        return normal * 3 / math.sqrt(shape[-1])
     return normal * 0.5 / math.sqrt(shape[-1])

@@ -1,5 +1,5 @@
-"""ZAYA's router: a small MLP whose inputs each layer adds to those of the layer before, and a choice
-that may fall on no expert at all."""
+"""ZAYA's router: a small MLP whose inputs each layer adds to those of the layer before, and a
+choice that may fall on no expert at all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class CarriedRouter(nn.Module):
         the expert with the largest p + balancing_biases, with the weight p
     """
 
-    def __init__(self, config: CarriedRouterConfig, num_experts: int, context: LayerContext) -> None:
+    def __init__(
+        self, config: CarriedRouterConfig, num_experts: int, context: LayerContext
+    ) -> None:
         super().__init__()
         size, dtype = config.size, context.dtype
         self.down_proj = _Product(context.hidden_size, size, dtype)

@@ -29,8 +29,8 @@ from megatron_hybrid.layers.recurrent import RecurrentMixer
 
 @dataclass(frozen=True)
 class ConvolvedAttentionConfig:
-    """`depthwise_width`, `grouped_width`: taps of the two convolutions. Of `attention` heads, sizes,
-    positions, biases and the window."""
+    """`depthwise_width`, `grouped_width`: taps of the two convolutions. `attention`: heads, their
+    positions, biases, the window."""
 
     attention: AttentionConfig
     depthwise_width: int = 2

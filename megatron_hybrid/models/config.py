@@ -41,6 +41,8 @@ SLIDING_ATTENTION = "L"
 CONVOLVED_ATTENTION, SLIDING_CONVOLVED_ATTENTION = "Q", "Y"
 # RWKV's mixing of time and of channels; Griffin's recurrent unit; xLSTM's cell.
 TIME_MIX, CHANNEL_MIX, RG_LRU, MLSTM = "W", "F", "R", "X"
+# With keys and values, or latents, of all tokens.
+FULL_ATTENTION = frozenset({ATTENTION, SIDE_BY_SIDE, LATENT_ATTENTION, CONVOLVED_ATTENTION})
 # Whose kernels are in plain torch alone; and of these whose states hold exponents.
 IN_PLAIN_TORCH = frozenset({TIME_MIX, CHANNEL_MIX, RG_LRU, MLSTM})
 WITH_EXPONENTS = frozenset({TIME_MIX, MLSTM})

@@ -343,6 +343,34 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "bailing_hybrid",
         {"attention_bias": True, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
     ),
+    "zaya with biases, one KV head, tied": (
+        "zaya",
+        {
+            "attention_bias": True,
+            "num_key_value_heads": 1,
+            "num_attention_heads": 3,
+            "tie_word_embeddings": True,
+            "layer_types": None,
+            "num_hidden_layers": 2,
+        },
+    ),
+    "zaya with three KV heads, wider filters, its own positions": (
+        "zaya",
+        {
+            "attention_bias": True,
+            "num_key_value_heads": 3,
+            "num_attention_heads": 6,
+            "cca_time0": 2,
+            "cca_time1": 4,
+            "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part}
+                for kind, theta, part in (("hybrid", 1e3, 1.0), ("hybrid_sliding", 1e2, 0.25))
+            },
+        },
+    ),
+    "zaya with a wide and a narrow filter": ("zaya", {"cca_time0": 3, "cca_time1": 1}),
+    "zaya without a depthwise filter": ("zaya", {"cca_time0": 1, "cca_time1": 3}),
     "llama with linear rope": (
         "llama",
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4}},

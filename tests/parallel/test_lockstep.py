@@ -22,6 +22,7 @@ FAMILIES = (
     "qwen3_next",
     "qwen3_5_moe",
     "lfm2_moe",
+    "zaya",
 )
 TENSOR_2 = {"tensor_model_parallel_size": 2}
 EXPERT_2 = {"expert_model_parallel_size": 2}

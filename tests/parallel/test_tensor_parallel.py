@@ -63,6 +63,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"vocab_size": 161, "tie_word_embeddings": True}),
     "kimi_linear": ("kimi_linear", {"attention_bias": True}),
     "bailing_hybrid": ("bailing_hybrid", {}),
+    # values of one rank come from the token itself, those of the other from the one before
+    "zaya": ("zaya", {"attention_bias": True, "vocab_size": 163}),
+    "zaya with wider filters": (
+        "zaya",
+        {
+            "attention_bias": True,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "cca_time0": 3,
+            "cca_time1": 3,
+        },
+    ),
 }
 ON_FOUR_RANKS = ("nemotron_h", "bamba")
 # Weights alone: inputs that are rounded are rounded by each rank for itself.
