@@ -328,8 +328,7 @@ TINY: dict[str, Tiny] = {
     ),
     "zaya": Tiny(
         "Zaya",
-        {"num_hidden_layers": 3, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
-         "sliding_window": 21, "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32,
+        {"num_hidden_layers": 3, "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32,
          "router_hidden_size": 24},
     ),
     "llama": Tiny("Llama", {"num_hidden_layers": 3, "intermediate_size": 96}),

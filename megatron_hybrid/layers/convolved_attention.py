@@ -132,13 +132,13 @@ class ConvolvedProjection(RecurrentMixer):
         return self.conv_weight[: self.convolved, -self.config.depthwise_width :]
 
     def after_loading(self) -> None:
-        taps, width = self.conv_weight, self.conv_weight.shape[1]
-        taps[: self.convolved, : width - self.config.depthwise_width] = 0
-        taps[self.convolved :] = 0
-        taps[self.convolved :, -2] = 1  # the token before
-        (current, _) = self._value_rows()
-        own = slice(self.convolved, self.convolved + current.size)
-        taps[own, -2], taps[own, -1] = 0, 1
+        (current, _), delayed = self._value_rows(), self.convolved
+        with torch.no_grad():
+            taps = self.conv_weight
+            taps[:delayed, : -self.config.depthwise_width] = 0
+            taps[delayed:] = 0
+            taps[delayed : delayed + current.size, -1] = 1
+            taps[delayed + current.size :, -2] = 1  # from the token before
         super().after_loading()
         heads = self.depthwise_bias.float().unflatten(0, (-1, self.config.attention.head_dim))
         grouped = self.grouped.float().sum(1).unflatten(0, heads.shape)
@@ -150,11 +150,11 @@ class ConvolvedProjection(RecurrentMixer):
         normed and turned; reads and writes the sequences' states."""
         kernels, convolved = plans.kernels, self.convolved
         projected = self.proj(x, kernels)
-        ends = [sum(self.sections), len(self.conv_weight)]
-        mixed = self.convolve(projected, plans, silu=False, channels=slice(ends[0]))
+        first, end = sum(self.sections), len(self.conv_weight)
+        mixed = self.convolve(projected, plans, silu=False, channels=slice(first))
         newest, value = mixed.split([convolved, self.sections[2]], dim=1)
         taps = [newest]
-        for start in range(*ends, convolved):
+        for start in range(first, end, convolved):
             channels = slice(start, start + convolved)
             taps.insert(0, self.convolve(taps[0], plans, silu=False, channels=channels))
         qk = self._by_heads(taps, kernels) + self._means(projected)

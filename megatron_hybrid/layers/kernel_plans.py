@@ -55,6 +55,6 @@ class KernelPlans:
     # Of the lockstep group's replicas, at this point of the model: see LockstepSize.
     most_tokens: int = 0
     all_to_all: bool = False
-    carried: Carried | None = None  # of a model whose routers carry something
+    carried: Carried | None = None  # from router to router
     # Takes the experts [tokens, chosen] that each layer's router chooses; None: nobody wants them.
     chosen: list[Tensor] | None = None

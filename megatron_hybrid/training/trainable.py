@@ -106,7 +106,8 @@ class TrainableModel:
                 if name not in self.weights:
                     whole = tuple(slice(0, size) for size in source.shape(place.name))
                     values = source.read(place.name, whole).to(self.device, torch.float32)
-                    has_gradient = not part.role.endswith("router.bias")  # of a choice alone
+                    # of a choice alone
+                    has_gradient = not part.role.endswith(("router.bias", "balancing_biases"))
                     self.weights[name] = nn.Parameter(values, requires_grad=has_gradient)
                 target = part.target
                 assert isinstance(target, Tensor)

@@ -32,9 +32,10 @@ KINDS = {
     "gated_delta_net": ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"),
     "latent": ("kimi_linear", "bailing_hybrid"),
     "lightning": ("minimax", "bailing_moe_linear", "bailing_moe_v2_5"),
-    "convolved": ("zaya",),
+    "convolved": ("zaya", "zaya_sliding"),
     "windows": ("lfm3", "window_alone", "window_and_conv", "window_and_full"),
 }
+ZAYA_SLIDING = ["hybrid", "hybrid_sliding", "hybrid"]
 # An LFM3's layers.
 WINDOWED = {
     "window_alone": ["sliding_attention"] * 3,
@@ -79,7 +80,7 @@ ESSENTIAL = {
 # Of the same layers as another kind: one test shows that their weights are in place.
 LIKE_OTHERS = {
     *("nemotron_h_moe", "granite_moe_hybrid", "recurrent_only", "qwen3", "falcon_mamba"),
-    *("lfm2_moe", "qwen3_5", "window_and_conv"),
+    *("lfm2_moe", "qwen3_5", "window_and_conv", "zaya_sliding"),
 }
 # Whose answers are compared with drafts, too; test_logits.py has all families' logits with them.
 DRAFTED = {
@@ -235,6 +236,8 @@ def make_oracle(
     if kind == "recurrent_only":
         layers = ["linear_attention", "mlp", "linear_attention"]
         model = make_tiny_model("nemotron_h", folder, chunk_size=GRID, layers_block_type=layers)
+    elif kind == "zaya_sliding":
+        model = make_tiny_model("zaya", folder, layer_types=ZAYA_SLIDING, sliding_window=21)
     elif (layers := WINDOWED.get(kind)) is not None:
         size = {"num_hidden_layers": len(layers), "layer_types": layers}
         model = make_tiny_model("lfm3", folder, **size)

@@ -37,9 +37,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, return_r
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def routers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Routers:
-    # without windows, whose blocks would need more memory than leaves too little for all requests
-    layers = {"layer_types": None} if request.param == "zaya" else {}
-    return Routers.of(request.param, tmp_path_factory.mktemp(request.param), **layers)
+    return Routers.of(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -205,6 +205,15 @@ def test_nemotron_options_that_are_refused(
             {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
             "RoPE of type 'yarn'",
         ),
+        ("zaya", {"num_experts_per_tok": 2}, "num_experts_per_tok = 2"),
+        ("zaya", {"lm_head_bias": True}, "lm_head_bias = True"),
+        ("zaya", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("zaya", {"layer_types": ["full_attention"]}, "type 'full_attention'"),
+        ("zaya", {"layer_types": ["hybrid_sliding"]}, "has no 'sliding_window'"),
+        ("zaya", {"num_attention_heads": 3}, "3 heads of queries and 2 of keys, of 16 numbers"),
+        ("zaya", {"cca_time1": 0}, "cca_time1 = 0 .* at least one tap"),
+        ("zaya", {"rope_parameters": {"rope_theta": 1e4}}, "nothing of layers of kind 'hybrid'"),
+        ("zaya", {"zaya_layers": ["a", 16]}, "'zaya_layers': it is that of the first releases"),
     ],
 )
 def test_options_of_other_families_that_are_refused(
@@ -241,6 +250,25 @@ def test_an_lfm3_that_says_little_has_the_usual_layers_and_rotations(
     sliding = read.others["L"]
     assert isinstance(sliding, AttentionConfig) and sliding.window == 256 and read.attention
     assert sliding.rope != read.attention.rope and not read.attention.window
+
+
+def test_a_zaya_that_says_little_has_the_usual_layers_and_rotations(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """Beside rotations by kind of layer the hub's has a type for all, which means nothing."""
+    values, expected = values_of(tiny("zaya")), ModelFolder.open(tiny("zaya").folder).config
+    assert expected.pattern == "QEQEQE" and expected.residual_in_fp32
+    for rope in (None, {**values["rope_parameters"], "rope_type": "default"}):
+        few = {name: value for name, value in values.items() if not name.startswith("cca_")}
+        few |= {"layer_types": None, "rope_parameters": rope}
+        assert ModelFolder.open(write(tmp_path, few)).config == expected
+    layers = ["hybrid", "hybrid_sliding", "hybrid"]
+    sliding = values | {"layer_types": layers, "sliding_window": 21}
+    read = ModelFolder.open(write(tmp_path, sliding)).config
+    assert read.pattern == "QEYEQE"
+    full, window = (read.others[letter].attention for letter in "QY")  # type: ignore[attr-defined]
+    assert (full.window, full.rope.theta, full.rope.rotary_dim) == (0, 5e6, 8)
+    assert (window.window, window.rope.theta, window.rope.rotary_dim) == (21, 1e4, 8)
 
 
 def test_ling_as_old_as_2_6_is_known_by_its_architecture(tiny: Tiny, tmp_path: Path) -> None:
@@ -325,6 +353,7 @@ def test_dtypes_by_name() -> None:
         ("zamba", 8, "--tensor-model-parallel-size 8 does not divide .* 4 Mamba heads"),
         ("recurrent_gemma", 3, "--tensor-model-parallel-size 3 does not divide .* 4 heads of the"),
         ("xlstm", 8, "--tensor-model-parallel-size 8 does not divide .* 4 heads of the mLSTM"),
+        ("zaya", 4, "--tensor-model-parallel-size 4 does not divide .* 2 KV heads with convolved"),
         ("rwkv", 5, "--tensor-model-parallel-size 5 does not divide .* 96 channels of time"),
         ("nemotron_h", 16, "16 does not divide"),
     ],

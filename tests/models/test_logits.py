@@ -350,7 +350,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 1,
             "num_attention_heads": 3,
             "tie_word_embeddings": True,
-            "layer_types": None,
             "num_hidden_layers": 2,
         },
     ),
@@ -363,6 +362,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "cca_time0": 2,
             "cca_time1": 4,
             "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+            "sliding_window": 7,
             "rope_parameters": {
                 kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part}
                 for kind, theta, part in (("hybrid", 1e3, 1.0), ("hybrid_sliding", 1e2, 0.25))

@@ -59,6 +59,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"layer_types": ["full_attention"] * 5, "use_sandwich_norm": False},
         "gate for each head",
     ),
+    ("zaya", {}, "attention over convolved queries"),
     ("granite_moe_hybrid", {}, "embedding multiplier|scale of attention"),
     ("nemotron_h_moe", {}, "3 experts a token in 2 groups"),
     ("nemotron_h", {"use_bias": True}, "bias in Mamba's projections"),

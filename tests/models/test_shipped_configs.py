@@ -53,6 +53,7 @@ PARAMETERS = {
     "recurrentgemma-9b": (8.58, "9 B in the model card; 8.58 in transformers' class"),
     "rwkv-4-7b": (7.39, "7 B in the model card; 7.39 in transformers' class"),
     "xlstm-7b": (6.87, "model card"),
+    "zaya1-8b": (8.84, "8 B in its name; 8.840 in transformers' class"),
     "zamba-7b": (7.23, "7 B in the model card; 7.23 in transformers' class"),
     "zamba2-2.7b": (2.66, "2.7 B in the model card; 2.66 in transformers' class"),
 }

@@ -9,6 +9,7 @@ from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.models.checkpoints.megatron_names import is_gpt_pattern
 from megatron_hybrid.models.config import (
+    CONVOLVED_ATTENTION,
     GATED_DELTA_NET,
     IN_PLAIN_TORCH,
     LIGHTNING_ATTENTION,
@@ -17,6 +18,7 @@ from megatron_hybrid.models.config import (
     SHORT_CONV,
     SIDE_BY_SIDE,
     SLIDING_ATTENTION,
+    SLIDING_CONVOLVED_ATTENTION,
     BlockForm,
     HybridModelConfig,
 )
@@ -28,6 +30,8 @@ _LAYERS = {
     SHARED_TRANSFORMER: "transformer blocks that layers share",
     LIGHTNING_ATTENTION: "lightning attention",
     SLIDING_ATTENTION: "letter for attention with a sliding window",
+    CONVOLVED_ATTENTION: "attention over convolved queries and keys",
+    SLIDING_CONVOLVED_ATTENTION: "attention over convolved queries and keys",
     **dict.fromkeys(sorted(IN_PLAIN_TORCH), "layers of RWKV, Griffin or xLSTM"),
 }
 _MAMBA_NORM_EPS = 1e-5  # of the norm inside MambaMixer, not to be set there

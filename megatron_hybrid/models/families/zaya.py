@@ -46,14 +46,14 @@ class Zaya(TwoBlockFamily):
         raw.refuse_unless("hidden_act", "silu")
         raw.refuse_unless("num_experts_per_tok", 1)
         raw.refuse_unless("lm_head_bias", False)
-        letters = raw.layer_letters(_LETTERS, ("layer_types",))
-        if letters is None:
-            letters = CONVOLVED_ATTENTION * raw.whole("num_hidden_layers", default=40)
-        if strange := set(letters) - set(_LETTERS.values()):
+        layers = raw.get("layer_types")
+        if layers is None:
+            layers = ["hybrid"] * raw.whole("num_hidden_layers", default=40)
+        if unknown := [layer for layer in layers if layer not in _LETTERS]:
             raise ConfigurationError(
-                f"layer_types in {raw.where} has layers of kind {min(strange)!r}; all of this "
-                f"model's must be of {' or '.join(map(repr, _LETTERS))}."
+                f"Layers of type {unknown[0]!r} in {raw.where} are not supported."
             )
+        letters = [_LETTERS[layer] for layer in layers]
         return HybridModelConfig(
             **raw.common(max_positions=131072, tied=True),
             pattern="".join(letter + "E" for letter in letters),
