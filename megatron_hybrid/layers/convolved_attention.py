@@ -127,6 +127,11 @@ class ConvolvedProjection(RecurrentMixer):
             yield Rows(name, max(end - own, 0), own - first, half, has_bias=False)
 
     @property
+    def matrices(self) -> Tensor:
+        """[heads + KV heads, head_dim, taps * head_dim] of the grouped convolution."""
+        return self.grouped.flatten(1).unflatten(0, (-1, self.config.attention.head_dim))
+
+    @property
     def _depthwise(self) -> Tensor:
         """[channels, taps]: of the convolution's weights those that a checkpoint has."""
         return self.conv_weight[: self.convolved, -self.config.depthwise_width :]
@@ -164,8 +169,7 @@ class ConvolvedProjection(RecurrentMixer):
         """The grouped convolution of inputs [tokens, channels], the oldest first -> the same."""
         dim = self.config.attention.head_dim
         inputs = torch.stack([tap.unflatten(1, (-1, dim)) for tap in taps], dim=2).flatten(2)
-        weights = self.grouped.flatten(1).unflatten(0, (-1, dim))
-        heads = zip(inputs.unbind(1), weights, self.bias, strict=True)
+        heads = zip(inputs.unbind(1), self.matrices, self.bias, strict=True)
         return torch.cat([kernels.linear.multiply(*head) for head in heads], dim=1)
 
     def _means(self, projected: Tensor) -> Tensor:
@@ -210,6 +214,10 @@ class ConvolvedAttention(GroupedQueryAttention):
         yield from prefixed("qkv_proj", self.qkv_proj.weight_parts())
         yield shard("qk_norm.temp", self.temperature, 0, ranks.rank, self.config.num_kv_heads)
         yield from row_parallel("o_proj", self.o_proj)
+
+    def plain_weights(self) -> Iterator[Tensor]:
+        """What tokens are multiplied with besides linear layers' weights, of heads one's."""
+        yield self.qkv_proj.matrices[0]
 
     def after_loading(self) -> None:
         """What is made from the weights."""
