@@ -29,6 +29,9 @@ from megatron_hybrid.kernels.channel_scans import (
     WKVTokens,
 )
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
+from megatron_hybrid.kernels.convolved_heads import reference as convolved_heads
+from megatron_hybrid.kernels.convolved_heads import whole_tiles as convolved_heads_by_tiles
+from megatron_hybrid.kernels.convolved_heads.protocol import ConvolvedHeads
 from megatron_hybrid.kernels.experts import reference as experts
 from megatron_hybrid.kernels.experts import whole_tiles as experts_by_tiles
 from megatron_hybrid.kernels.experts.protocol import Experts
@@ -83,6 +86,7 @@ class KernelSet:
     activation: kinds.Activation
     linear: kinds.Linear
     experts: Experts
+    convolved_heads: ConvolvedHeads
     rope: kinds.Rope
     sampling: Sampling
     captures: bool  # its kernels may be captured in a CUDA graph: none waits for the host
@@ -120,6 +124,7 @@ REFERENCE = KernelSet(
     activation=activation,
     linear=linear,
     experts=experts,
+    convolved_heads=convolved_heads,
     rope=rope,
     sampling=sampling,
     captures=False,
@@ -134,6 +139,7 @@ REFERENCE_INVARIANT = replace(
     latent_attention=latents_by_key_tiles,
     linear=linear_by_tiles,
     experts=experts_by_tiles,
+    convolved_heads=convolved_heads_by_tiles,
     lora=lora_by_tiles,
     replays=TORCH_REPLAYS,
 )
@@ -226,6 +232,7 @@ def _gpu() -> KernelSet:
     # Triton is not installed on every machine.
     from megatron_hybrid.kernels.activation import triton as activation
     from megatron_hybrid.kernels.causal_conv1d import triton as conv
+    from megatron_hybrid.kernels.convolved_heads import triton as convolved_heads
     from megatron_hybrid.kernels.experts import triton as experts
     from megatron_hybrid.kernels.gated_delta_rule import triton as gated_delta_rule
     from megatron_hybrid.kernels.latent_attention.triton import TritonLatentAttention
@@ -254,6 +261,7 @@ def _gpu() -> KernelSet:
         activation=activation,
         linear=linear,
         experts=experts,
+        convolved_heads=convolved_heads,
         rope=rope,
         sampling=sampling,
         captures=True,

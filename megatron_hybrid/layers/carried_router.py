@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
 from megatron_hybrid.layers.norm import RMSNorm
@@ -73,7 +74,7 @@ class CarriedRouter(nn.Module):
         carried.states = states
         inner = self.norm(states, kernels)
         for layer in (self.fc1, self.fc2):
-            inner = kernels.activation.activate(layer(inner, plans), "gelu", gated=False)
+            inner = layer.activated(inner, "gelu", plans)
         logits = kernels.linear.multiply(inner, self.out_proj)
         weights = torch.softmax(logits.float(), dim=-1)
         expert = (weights + self.balancing_biases).argmax(dim=-1, keepdim=True)
@@ -97,3 +98,12 @@ class _Product(nn.Module):
 
     def forward(self, x: Tensor, plans: KernelPlans) -> Tensor:
         return plans.kernels.linear.multiply(x, self.weight, self.bias)
+
+    def activated(self, x: Tensor, activation: str, plans: KernelPlans) -> Tensor:
+        """What an activation makes of that."""
+        multiply = plans.kernels.linear.multiply_activated
+        y = multiply(x, self.weight, self.bias, activation, gated=False)
+        if y is None:
+            activate = plans.kernels.activation.activate
+            y = plain_rows(activate(self(x, plans), activation, gated=False))
+        return y

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.kernel_set import KernelSet
+from megatron_hybrid.kernels.convolved_heads.protocol import HeadTokens
 from megatron_hybrid.kernels.protocols import HeadNorms, Inputs, Reader
 from megatron_hybrid.layers.attention import AttentionConfig, GroupedQueryAttention
 from megatron_hybrid.layers.kernel_plans import KernelPlans
@@ -46,7 +46,7 @@ class ConvolvedProjection(RecurrentMixer):
 
         d[t] = sum over k of w[:, k] * u[t - (W0 - 1) + k]                depthwise
         y[t] = b + sum over k of G[k] d[t - (W1 - 1) + k]                 G: a matrix a head
-        y + means                                                         of u: see `_means`
+        y + means                                                         of u: see ConvolvedHeads
         v[t]   the first channels of all heads from t, the others from t - 1
 
     Before a sequence u is 0, and the depthwise convolution gives its bias: so that this is 0 too,
@@ -151,8 +151,8 @@ class ConvolvedProjection(RecurrentMixer):
         self.derive("bias", bias.to(self.grouped.dtype).view(heads.shape))
 
     def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
-        """[tokens, hidden] -> [tokens, queries + keys + values], heads of which are still to be
-        normed and turned; reads and writes the sequences' states."""
+        """[tokens, hidden] -> [tokens, heads + 2 * KV heads, head_dim], still to be normed and
+        turned; reads and writes the sequences' states."""
         kernels, convolved = plans.kernels, self.convolved
         projected = self.proj(x, kernels)
         first, end = sum(self.sections), len(self.conv_weight)
@@ -162,27 +162,9 @@ class ConvolvedProjection(RecurrentMixer):
         for start in range(first, end, convolved):
             channels = slice(start, start + convolved)
             taps.insert(0, self.convolve(taps[0], plans, silu=False, channels=channels))
-        qk = self._by_heads(taps, kernels) + self._means(projected)
-        return torch.cat((qk, value), dim=1)
-
-    def _by_heads(self, taps: list[Tensor], kernels: KernelSet) -> Tensor:
-        """The grouped convolution of inputs [tokens, channels], the oldest first -> the same."""
-        dim = self.config.attention.head_dim
-        inputs = torch.stack([tap.unflatten(1, (-1, dim)) for tap in taps], dim=2).flatten(2)
-        heads = zip(inputs.unbind(1), self.matrices, self.bias, strict=True)
-        return torch.cat([kernels.linear.multiply(*head) for head in heads], dim=1)
-
-    def _means(self, projected: Tensor) -> Tensor:
-        """[tokens, queries + keys]: of each query and its key the mean, and of each key that of its
-        queries' means."""
-        dim, group = self.config.attention.head_dim, self.heads // self.kv_heads
-        queries, keys, _ = projected.split(self.sections, dim=1)
-        query = queries.unflatten(1, (-1, group, dim))
-        query = (query + keys.unflatten(1, (-1, 1, dim))) * 0.5
-        first, *others = query.unbind(2)
-        for other in others:  # in this order, whoever else is in the step
-            first = first + other
-        return torch.cat((query.flatten(1), (first / group).flatten(1)), dim=1)
+        tokens = HeadTokens(projected, tuple(taps), value)
+        mix = kernels.convolved_heads.mix
+        return mix(tokens, self.matrices, self.bias, self.kv_heads)
 
 
 class ConvolvedAttention(GroupedQueryAttention):
@@ -241,9 +223,8 @@ class ConvolvedAttention(GroupedQueryAttention):
         """What the projection gives -> queries [tokens, heads, head_dim]; keys and values go into
         the cache."""
         norms = HeadNorms(self.ones, self.ones, self.eps)
-        heads = qkv.unflatten(1, (-1, self.config.head_dim))
         query = plans.kernels.rope.prepare(
-            heads,
+            qkv,
             norms,
             plans.rotation.get(self.kind),
             self._cache(plans, self.layer),

@@ -19,6 +19,8 @@ from megatron_hybrid.kernels.contract import (
     KVCache,
     PagedSequences,
 )
+from megatron_hybrid.kernels.convolved_heads import reference as convolved_heads
+from megatron_hybrid.kernels.convolved_heads.protocol import HeadTokens
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.kernels.protocols import ConvConstants, Gates, HeadNorms, Plan, Reader
 from megatron_hybrid.training import formulas
@@ -58,6 +60,7 @@ def under_autograd(kernels: KernelSet, sequences: Sequences) -> KernelSet:
         "latent_attention": LatentAttentionUnderAutograd(kernels.latent_attention, sequences),
         "rope": _Rope(kernels.rope, attention),
         "conv": conv,
+        "convolved_heads": _ConvolvedHeads(kernels.convolved_heads),
         "norm": _Norm(kernels.norm),
         "activation": _Activation(kernels.activation),
         "linear": _Linear(kernels.linear),
@@ -278,6 +281,20 @@ class _Rope(Over):
         weights = (None, None) if norms is None else (norms.query, norms.key)
         query, key, value = recomputed(kernel, formula, qkv, *weights)
         return query, key, value
+
+
+@dataclass(frozen=True)
+class _ConvolvedHeads(Over):
+    def mix(self, tokens: HeadTokens, weight: Tensor, bias: Tensor, kv_heads: int) -> Tensor:
+        """As in ConvolvedHeads."""
+
+        def call(mix: Call, *inputs: Tensor) -> Any:
+            projected, value, weight, bias, *taps = inputs
+            return mix(HeadTokens(projected, tuple(taps), value), weight, bias, kv_heads)
+
+        calls = partial(call, self.inner.mix), partial(call, convolved_heads.mix)
+        y: Tensor = recomputed(*calls, tokens.projected, tokens.value, weight, bias, *tokens.taps)
+        return y
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from bench.attention_cases import attention_cases
 from bench.cases import Bench, Case
 from bench.conv_cases import conv_cases
+from bench.convolved_cases import convolved_cases
 from bench.expert_cases import expert_cases
 from bench.few_row_cases import few_row_cases
 from bench.latent_cases import latent_cases
@@ -31,6 +32,7 @@ def kernel_cases(bench: Bench) -> Iterator[Case]:
     yield from gated_norm_cases(bench)
     yield from attention_cases(bench)
     yield from latent_cases(bench)
+    yield from convolved_cases(bench)
     yield from norm_cases(bench)
     yield from activation_cases(bench)
     yield from expert_cases(bench)
