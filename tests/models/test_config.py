@@ -213,7 +213,11 @@ def test_nemotron_options_that_are_refused(
         ("zaya", {"num_attention_heads": 3}, "3 heads of queries and 2 of keys, of 16 numbers"),
         ("zaya", {"cca_time1": 0}, "cca_time1 = 0 .* at least one tap"),
         ("zaya", {"rope_parameters": {"rope_theta": 1e4}}, "nothing of layers of kind 'hybrid'"),
-        ("zaya", {"zaya_layers": ["a", 16]}, "'zaya_layers': it is that of the first releases"),
+        (
+            "zaya",
+            {"ffn_hidden_size": 64, "moe_intermediate_size": None},
+            "'ffn_hidden_size' and no 'moe_intermediate_size': it is that of the legacy releases",
+        ),
     ],
 )
 def test_options_of_other_families_that_are_refused(
@@ -260,7 +264,7 @@ def test_a_zaya_that_says_little_has_the_usual_layers_and_rotations(
     assert expected.pattern == "QEQEQE" and expected.residual_in_fp32
     for rope in (None, {**values["rope_parameters"], "rope_type": "default"}):
         few = {name: value for name, value in values.items() if not name.startswith("cca_")}
-        few |= {"layer_types": None, "rope_parameters": rope}
+        few |= {"layer_types": None, "rope_parameters": rope, "partial_rotary_factor": 0.5}
         assert ModelFolder.open(write(tmp_path, few)).config == expected
     layers = ["hybrid", "hybrid_sliding", "hybrid"]
     sliding = values | {"layer_types": layers, "sliding_window": 21}

@@ -26,8 +26,8 @@ _ROPE: dict[str, dict[str, Any]] = {
     "hybrid": {"rope_theta": 5e6, "partial_rotary_factor": 0.5},
     "hybrid_sliding": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
-# Of the first releases' configurations, whose layers are counted otherwise.
-_OLD = ("zaya_layers", "zaya_mlp_expansion", "cca_num_q_heads", "moe_router_topk")
+# Of the releases before transformers had it, whose halves of layers are counted as layers.
+_OLD = ("ffn_hidden_size", "zaya_layers", "zaya_mlp_expansion", "moe_router_topk")
 
 
 class Zaya(TwoBlockFamily):
@@ -38,10 +38,12 @@ class Zaya(TwoBlockFamily):
     recurrent = "self_attn"
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
-        if old := [name for name in _OLD if name in raw.values]:
+        old = [name for name in _OLD if name in raw.values]
+        if old and raw.get("moe_intermediate_size") is None:
             raise ConfigurationError(
-                f"{raw.where} has {old[0]!r}: it is that of the first releases, whose layers and "
-                "weights have other names; only the form that transformers has is supported."
+                f"{raw.where} has {old[0]!r} and no 'moe_intermediate_size': it is that of the "
+                "legacy releases, whose layers and weights have other names; only the form that "
+                "transformers has is supported."
             )
         raw.refuse_unless("hidden_act", "silu")
         raw.refuse_unless("num_experts_per_tok", 1)
