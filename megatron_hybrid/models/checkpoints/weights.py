@@ -178,6 +178,9 @@ def _random(part: Part, seed: int) -> Tensor:
         uniform = torch.rand(part.shape, generator=generator, device=device)
         return (1 + 15 * uniform).log() if name == "A_log" else uniform * 2 - 5.5
     if len(part.shape) == 1:
-        return torch.zeros(part.shape, device=device).add_(0.0 if name == "bias" else 1.0)
+        is_bias = name.endswith(("bias", "biases"))
+        return torch.zeros(part.shape, device=device).add_(0.0 if is_bias else 1.0)
     normal = torch.randn(part.shape, generator=generator, device=device)
-    return normal.mul_(0.5 / part.shape[-1] ** 0.5)
+    # Behind two small layers a router would send all tokens to one expert.
+    scale = 3.0 if ".router_mlp." in part.role else 0.5
+    return normal.mul_(scale / part.shape[-1] ** 0.5)
