@@ -220,6 +220,8 @@ class Overwriting:
     [
         ("nemotron_h", "bfloat16", {"residual_in_fp32": True}),
         ("granite_moe_hybrid", "float32", {}),
+        # whose routers hand states over, in whatever stages they are
+        ("zaya", "bfloat16", {"residual_in_fp32": True, "num_hidden_layers": 3}),
         (
             "zamba2",
             "float32",
