@@ -213,11 +213,7 @@ def test_nemotron_options_that_are_refused(
         ("zaya", {"num_attention_heads": 3}, "3 heads of queries and 2 of keys, of 16 numbers"),
         ("zaya", {"cca_time1": 0}, "cca_time1 = 0 .* at least one tap"),
         ("zaya", {"rope_parameters": {"rope_theta": 1e4}}, "nothing of layers of kind 'hybrid'"),
-        (
-            "zaya",
-            {"ffn_hidden_size": 64, "moe_intermediate_size": None},
-            "'ffn_hidden_size' and no 'moe_intermediate_size': it is that of the legacy releases",
-        ),
+        ("zaya", {"moe_intermediate_size": None}, "has no 'moe_intermediate_size'"),
     ],
 )
 def test_options_of_other_families_that_are_refused(

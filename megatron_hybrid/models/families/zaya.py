@@ -17,6 +17,7 @@ from megatron_hybrid.models.config import (
     BlockForm,
     HybridModelConfig,
 )
+from megatron_hybrid.models.families import zaya_legacy
 from megatron_hybrid.models.families.family import Location, TwoBlockFamily
 from megatron_hybrid.models.families.raw_config import RawConfig
 
@@ -26,25 +27,18 @@ _ROPE: dict[str, dict[str, Any]] = {
     "hybrid": {"rope_theta": 5e6, "partial_rotary_factor": 0.5},
     "hybrid_sliding": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
-# Of the releases before transformers had it, whose halves of layers are counted as layers.
-_OLD = ("ffn_hidden_size", "zaya_layers", "zaya_mlp_expansion", "moe_router_topk")
 
 
 class Zaya(TwoBlockFamily):
-    """Its checkpoints have transformers' names."""
+    """Its checkpoints have transformers' names, or those of zaya_legacy.py."""
 
-    model_types = ("zaya",)
+    model_types = ("zaya", zaya_legacy.LEGACY)
     roles = ((r"^router\.", "gate."),)
     recurrent = "self_attn"
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
-        old = [name for name in _OLD if name in raw.values]
-        if old and raw.get("moe_intermediate_size") is None:
-            raise ConfigurationError(
-                f"{raw.where} has {old[0]!r} and no 'moe_intermediate_size': it is that of the "
-                "legacy releases, whose layers and weights have other names; only the form that "
-                "transformers has is supported."
-            )
+        if raw.model_type == "zaya" and zaya_legacy.is_legacy(raw):
+            raw = zaya_legacy.renamed(raw)
         raw.refuse_unless("hidden_act", "silu")
         raw.refuse_unless("num_experts_per_tok", 1)
         raw.refuse_unless("lm_head_bias", False)
@@ -108,7 +102,14 @@ class Zaya(TwoBlockFamily):
         raw = replace(raw, values={**raw.values, "rope_parameters": said})
         return raw.rope(attention.head_dim, layers=kind)
 
+    def places(self, config: HybridModelConfig, block: int | None, role: str) -> list[Location]:
+        if role == "final_norm" and config.model_type == zaya_legacy.LEGACY:
+            return [Location("model.final_norm.weight")]
+        return super().places(config, block, role)
+
     def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
+        if config.model_type == zaya_legacy.LEGACY:
+            return zaya_legacy.locate(config, block, role)
         kind, _, name = role.partition(".")
         if kind == "embedding_norm":
             return [Location(f"model.input_hidden_states_{name}")]
