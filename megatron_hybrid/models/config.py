@@ -38,7 +38,7 @@ MAMBA1, SHORT_CONV, SIDE_BY_SIDE, SHARED_TRANSFORMER = "S", "C", "H", "Z"
 LATENT_ATTENTION, KIMI_DELTA_ATTENTION, LIGHTNING_ATTENTION = "A", "K", "N"
 SLIDING_ATTENTION = "L"
 # Attention whose queries and keys are convolved; with a sliding window.
-CONVOLVED_ATTENTION, SLIDING_CONVOLVED_ATTENTION = "Q", "Y"
+CONVOLVED_ATTENTION, SLIDING_CONVOLVED_ATTENTION = "V", "Y"
 # RWKV's mixing of time and of channels; Griffin's recurrent unit; xLSTM's cell.
 TIME_MIX, CHANNEL_MIX, RG_LRU, MLSTM = "W", "F", "R", "X"
 # With keys and values, or latents, of all tokens.
@@ -109,7 +109,7 @@ class HybridModelConfig:
         N  lightning attention K  Kimi delta attention  F  RWKV's channel mixing
         R  real-gated linear recurrent unit             X  mLSTM
         L  attention with a sliding window (local)
-        Q  attention whose queries and keys are convolved; Y the same with a sliding window
+        V  attention whose queries and keys are convolved; Y the same with a sliding window
 
     Every block is x + residual_multiplier * mixer(norm(x)), or as its BlockForm says. The
     description of a kind of block is None when the pattern has none of it; `others` has those of

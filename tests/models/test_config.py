@@ -257,7 +257,7 @@ def test_a_zaya_that_says_little_has_the_usual_layers_and_rotations(
 ) -> None:
     """Beside rotations by kind of layer the hub's has a type for all, which means nothing."""
     values, expected = values_of(tiny("zaya")), ModelFolder.open(tiny("zaya").folder).config
-    assert expected.pattern == "QEQEQE" and expected.residual_in_fp32
+    assert expected.pattern == "VEVEVE" and expected.residual_in_fp32
     for rope in (None, {**values["rope_parameters"], "rope_type": "default"}):
         few = {name: value for name, value in values.items() if not name.startswith("cca_")}
         few |= {"layer_types": None, "rope_parameters": rope, "partial_rotary_factor": 0.5}
@@ -265,8 +265,8 @@ def test_a_zaya_that_says_little_has_the_usual_layers_and_rotations(
     layers = ["hybrid", "hybrid_sliding", "hybrid"]
     sliding = values | {"layer_types": layers, "sliding_window": 21}
     read = ModelFolder.open(write(tmp_path, sliding)).config
-    assert read.pattern == "QEYEQE"
-    full, window = (read.others[letter].attention for letter in "QY")  # type: ignore[attr-defined]
+    assert read.pattern == "VEYEVE"
+    full, window = (read.others[letter].attention for letter in "VY")  # type: ignore[attr-defined]
     assert (full.window, full.rope.theta, full.rope.rotary_dim) == (0, 5e6, 8)
     assert (window.window, window.rope.theta, window.rope.rotary_dim) == (21, 1e4, 8)
 
