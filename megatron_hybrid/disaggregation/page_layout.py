@@ -49,7 +49,7 @@ class PagePart:
     along `axis`, in order the `runs` (first row, count)."""
 
     layer: int  # in the whole model
-    name: str  # key, value, conv, ssm, values, scales, logits
+    name: str  # key, value, index, conv, ssm, values, scales, logits
     dtype: str  # torch's name
     shape: tuple[int, ...]  # as the bytes lie, the last dimension side by side
     axis: int
@@ -227,6 +227,9 @@ def _block_parts(model: HybridModel, caches: LayerCaches) -> Iterator[PagePart]:
         heads = _Split.of_weight(parts, attention.key_role, each=dim)
         for name, rows in (("key", cache.key), ("value", cache.value)):
             yield _part(layer, name, rows, heads, axis=1)
+        if cache.index is not None:  # every rank has all of it
+            whole = _Split.whole(cache.index.shape[2])
+            yield _part(layer, "index", cache.index, whole, axis=1)
 
 
 def _state_parts(model: HybridModel, caches: LayerCaches) -> Iterator[PagePart]:

@@ -33,6 +33,9 @@ from megatron_hybrid.kernels.experts import reference as experts
 from megatron_hybrid.kernels.experts import whole_tiles as experts_by_tiles
 from megatron_hybrid.kernels.experts.protocol import Experts
 from megatron_hybrid.kernels.gated_delta_rule import reference as gated_delta_rule
+from megatron_hybrid.kernels.indexed_attention import by_key_tiles as indexed_by_key_tiles
+from megatron_hybrid.kernels.indexed_attention import reference as indexed_attention
+from megatron_hybrid.kernels.indexed_attention.protocol import IndexedAttention
 from megatron_hybrid.kernels.latent_attention import by_key_tiles as latents_by_key_tiles
 from megatron_hybrid.kernels.latent_attention import reference as latent_attention
 from megatron_hybrid.kernels.latent_attention.protocol import LatentAttention
@@ -101,6 +104,7 @@ class KernelSet:
     rg_lru: Scan[RGLRUTokens, RGLRUConstants] = rg_lru
     wkv: Scan[WKVTokens, WKVConstants] = wkv
     mlstm: Scan[MLSTMTokens, MLSTMConstants] = mlstm
+    indexed_attention: IndexedAttention = indexed_attention
     # What a step's adapters add to the linear layers, which find it here; None: nothing.
     adapters: StepAdapters | None = None
 
@@ -132,6 +136,7 @@ REFERENCE_INVARIANT = replace(
     name="reference, batch-invariant",
     attention=by_key_tiles,
     latent_attention=latents_by_key_tiles,
+    indexed_attention=indexed_by_key_tiles,
     linear=linear_by_tiles,
     experts=experts_by_tiles,
     lora=lora_by_tiles,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import FP8, AttentionShape, KVCache
 from megatron_hybrid.kernels.kernel_set import KernelSet
-from megatron_hybrid.kernels.protocols import HeadNorms, Inputs, PagedKernel, Reader
+from megatron_hybrid.kernels.protocols import HeadNorms, Inputs, PagedKernel, Plan, Reader
 from megatron_hybrid.layers.cached_attention import CachedAttention
 from megatron_hybrid.layers.inputs import KVSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
@@ -115,7 +115,7 @@ class Attention(CachedAttention):
 
     def weight_parts(self) -> Parts:
         config = self.config
-        yield from fused(self._qkv_rows(), self.qkv_proj, config.input_multiplier)
+        yield from fused(self._rows(), self.qkv_proj, config.input_multiplier)
         yield from row_parallel("o_proj", self.o_proj, config.out_multiplier)
         for name, norm in (("q", self.q_norm), ("k", self.k_norm)):
             if norm is not None:
@@ -124,6 +124,10 @@ class Attention(CachedAttention):
                     (rows,) = (rows for rows in self._qkv_rows() if rows.role == f"{name}_proj")
                     parts = (_channels(part, rows) for part in parts)
                 yield from parts
+
+    def _rows(self) -> list[Rows]:
+        """Of the projection."""
+        return self._qkv_rows()
 
     def _qkv_rows(self) -> list[Rows]:
         config, dim, rank = self.config, self.config.head_dim, self.parallel.rank
@@ -161,13 +165,21 @@ class Attention(CachedAttention):
         qkv, gate = projected.split(self.qkv_sections, dim=1)
         cache = self._cache(plans, layer)
         query = self._prepare(qkv, plans, cache)
-        out = kernels.attention.attend(query, cache, plans.attention[self.kind]).flatten(1)
+        out = self._attended(query, cache, plans).flatten(1)
         if self.config.head_gate:
             gate = gate.repeat_interleave(self.config.head_dim, dim=1)
         if gate.shape[1]:
             gated = kernels.activation.gate(out, gate, "sigmoid", self.o_proj.reader)
             return self.o_proj(gated, kernels)
         return self.o_proj(out, kernels)
+
+    def _attended(self, query: Tensor, cache: KVCache, plans: KernelPlans) -> Tensor:
+        """[tokens, heads, head_dim]"""
+        return plans.kernels.attention.attend(query, cache, self._paged(plans))
+
+    def _paged(self, plans: KernelPlans) -> Plan:
+        """Of attention to all tokens."""
+        return plans.attention[self.kind]
 
     def _prepare(self, qkv: Tensor, plans: KernelPlans, cache: KVCache) -> Tensor:
         """[tokens, (heads + 2 * kv_heads) * head_dim], as projected -> queries [tokens, heads,
@@ -179,7 +191,7 @@ class Attention(CachedAttention):
             else:
                 norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         heads = qkv.unflatten(1, (-1, self.config.head_dim))
-        rotation, paged = plans.rotation.get(self.kind), plans.attention[self.kind]
+        rotation, paged = plans.rotation.get(self.kind), self._paged(plans)
         return plans.kernels.rope.prepare(heads, norms, rotation, cache, paged)
 
     def _normed_over_heads(
@@ -203,7 +215,7 @@ class Attention(CachedAttention):
 
     def _cache(self, plans: KernelPlans, layer: int) -> KVCache:
         cache = plans.caches.kv[layer]
-        return KVCache(cache.key, cache.value, self.k_scale, self.v_scale)
+        return replace(cache, k_scale=self.k_scale, v_scale=self.v_scale)
 
 
 def _channels(part: Part, rows: Rows) -> WeightPart:

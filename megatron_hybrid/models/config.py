@@ -37,6 +37,9 @@ MAMBA, ATTENTION, DENSE_MLP, EXPERTS, GATED_DELTA_NET = "M", "*", "-", "E", "G"
 MAMBA1, SHORT_CONV, SIDE_BY_SIDE, SHARED_TRANSFORMER = "S", "C", "H", "Z"
 LATENT_ATTENTION, KIMI_DELTA_ATTENTION, LIGHTNING_ATTENTION = "A", "K", "N"
 SLIDING_ATTENTION = "L"
+# With an index; latent attention that shares the index of an earlier layer.
+INDEXED_ATTENTION, INDEXED_LATENT_ATTENTION, SHARED_INDEX = "Q", "D", "J"
+INDEXED = frozenset({INDEXED_ATTENTION, INDEXED_LATENT_ATTENTION, SHARED_INDEX})
 # RWKV's mixing of time and of channels; Griffin's recurrent unit; xLSTM's cell.
 TIME_MIX, CHANNEL_MIX, RG_LRU, MLSTM = "W", "F", "R", "X"
 # Whose kernels are in plain torch alone; and of these whose states hold exponents.
@@ -102,6 +105,8 @@ class HybridModelConfig:
         N  lightning attention K  Kimi delta attention  F  RWKV's channel mixing
         R  real-gated linear recurrent unit             X  mLSTM
         L  attention with a sliding window (local)
+        Q  attention with an index              D  latent attention with an index (DeepSeek's)
+        J  the same that shares an earlier layer's index
 
     Every block is x + residual_multiplier * mixer(norm(x)), or as its BlockForm says. The
     description of a kind of block is None when the pattern has none of it; `others` has those of

@@ -38,7 +38,7 @@ from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.updates import ModelUpdates
 from megatron_hybrid.models.checkpoints.weight_source import open_folder
 from megatron_hybrid.models.checkpoints.weights import load_model
-from megatron_hybrid.models.config import IN_PLAIN_TORCH, resolve_dtype
+from megatron_hybrid.models.config import IN_PLAIN_TORCH, INDEXED, resolve_dtype
 from megatron_hybrid.models.families.family import Location
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import initialize
@@ -67,10 +67,10 @@ class TrainableModel:
                 f"{folder.path}: what can be trained is a Hugging Face folder whose weights are "
                 "not quantised."
             )
-        if set(folder.config.pattern) & IN_PLAIN_TORCH:
+        if set(folder.config.pattern) & (IN_PLAIN_TORCH | INDEXED):
             raise ConfigurationError(
-                f"{folder.path}: a model of type {folder.config.model_type} has recurrences "
-                "without formulas for their gradients; it can be served, not trained."
+                f"{folder.path}: a model of type {folder.config.model_type} has recurrences or an "
+                "index without formulas for their gradients; it can be served, not trained."
             )
         parallel = initialize(config.parallel_sizes, device=self.device)
         self._kernels = kernel_set.select(

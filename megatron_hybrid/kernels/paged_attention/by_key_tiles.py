@@ -8,6 +8,7 @@ products are of one shape: the heads of a KV head times a tile's keys.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ _QUERIES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Queries:
+class Queries:
     """N of the step's."""
 
     first: int
@@ -39,7 +40,7 @@ class _Queries:
 class AttentionPlan:
     """Of a step, the same for every layer."""
 
-    groups: list[_Queries]
+    groups: Sequence[Queries]
     kv_slot: Tensor  # [tokens]
     scale: float
 
@@ -68,7 +69,7 @@ def plan(paged: PagedSequences, shape: AttentionShape) -> AttentionPlan:
             block = blocks[indptr[of[active]][:, None] + position // shape.block_size].long()
             rows = block * shape.block_size + position % shape.block_size
             tiles.append((active.to(device), rows.flatten().to(device), hidden.to(device)))
-        groups.append(_Queries(first, last.to(device), tiles))
+        groups.append(Queries(first, last.to(device), tiles))
     return AttentionPlan(groups, paged.kv_slot.long(), shape.scale)
 
 

@@ -7,6 +7,7 @@ tail of a last block, padded entries of the block table) is never read: it may h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,12 +31,12 @@ _QUERY_TILE = 512
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class Group:
     """N sequences of up to Q queries and K keys."""
 
     queries: slice | Tensor  # tokens of the step: a slice, or [N * Q] with repeats
     keys: slice | Tensor  # rows of the flattened cache: a slice, or [N * K] with repeats
-    mask: Tensor | None  # [N, 1, Q, K] additive, or None
+    mask: Tensor | None  # [N, 1, Q, K] additive or of bool (what is seen), or None
     causal: bool  # without a mask: query i sees keys 0..i
     valid: Tensor | None  # places of [N * Q] that are no repeats; None when all are valid
     tokens: slice | Tensor  # tokens that those belong to
@@ -46,7 +47,7 @@ class _Group:
 class AttentionPlan:
     """The groups of a step, the same for every layer."""
 
-    groups: list[_Group]
+    groups: Sequence[Group]
     kv_slot: Tensor  # [tokens]
     scale: float
 
@@ -62,7 +63,7 @@ def plan(paged: PagedSequences, shape: AttentionShape) -> AttentionPlan:
     first: list[int] = starts.tolist()
     kv_length: list[int] = (host.kv_length - starts).tolist()
     alike: dict[tuple[int, int], list[int]] = {}
-    groups: list[_Group] = []
+    groups: list[Group] = []
     for sequence, keys in enumerate(kv_length):
         queries = bounds[sequence + 1] - bounds[sequence]
         if queries > _SHORT_QUERIES:
@@ -84,7 +85,7 @@ def _short(
     first: list[int],
     shape: AttentionShape,
     device: torch.device,
-) -> _Group:
+) -> Group:
     queries = [bounds[s + 1] - bounds[s] for s in members]
     keys = [max(kv_length[s], 1) for s in members]
     number, most_queries, most_keys = len(members), max(queries), max(keys)
@@ -125,7 +126,7 @@ def _short(
         every_block = torch.from_numpy(host.kv_indices).to(device)
         blocks = every_block[first_block[:, None] + positions // shape.block_size]
         key_rows = (blocks * shape.block_size + positions % shape.block_size).flatten()
-    return _Group(
+    return Group(
         query_rows, key_rows, mask, causal, valid, tokens, (number, most_queries, most_keys)
     )
 
@@ -138,13 +139,13 @@ def _long(
     first_key: int,
     shape: AttentionShape,
     device: torch.device,
-) -> list[_Group]:
+) -> list[Group]:
     """A long segment: all at once when nothing precedes it, else in tiles of queries."""
     begin, end = bounds[sequence], bounds[sequence + 1]
     rows = _rows(host, sequence, first_key, keys, shape, device)
     if end - begin == keys and (not shape.window or keys <= shape.window):
         tokens = slice(begin, end)
-        return [_Group(tokens, rows, None, True, None, tokens, (1, keys, keys))]
+        return [Group(tokens, rows, None, True, None, tokens, (1, keys, keys))]
     # One mask serves all tiles: the last columns are triangular, the others are zeros (but for what
     # is before a window), and a tile of q queries that sees k keys takes the last q rows and the
     # last k columns.
@@ -169,7 +170,7 @@ def _long(
         else:
             part = rows[start:stop]
         own = mask[rows_of_mask - queries :, columns - seen :][None, None]
-        groups.append(_Group(tokens, part, own, False, None, tokens, (1, queries, seen)))
+        groups.append(Group(tokens, part, own, False, None, tokens, (1, queries, seen)))
     return groups
 
 
@@ -221,7 +222,7 @@ def most_captured(shape: AttentionShape, prompts: int) -> int:
 
 def copy_tokens(cache: KVCache, source: Tensor, destination: Tensor) -> None:
     """As in Attention."""
-    for rows in (_rows_of(cache.key), _rows_of(cache.value)):
+    for rows in map(_rows_of, cache.tensors):
         rows.index_copy_(0, destination.long(), rows.index_select(0, source))
 
 
@@ -266,8 +267,8 @@ def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
     output = query.new_empty((len(query), heads, value_dim))
     for group in plan.groups:
         number, queries, keys = group.shape
-        q = _take(query, group.queries).view(number, queries, heads, head_dim)
-        k, v = _take(all_keys, group.keys), _take(all_values, group.keys)
+        q = take(query, group.queries).view(number, queries, heads, head_dim)
+        k, v = take(all_keys, group.keys), take(all_values, group.keys)
         if cache.is_fp8:
             k, v = k.view(FP8).to(query.dtype), v.view(FP8).to(query.dtype)
         k = k.view(number, keys, kv_heads, head_dim).transpose(1, 2)
@@ -296,5 +297,6 @@ def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
     return output if cache.v_scale == 1.0 else output.mul_(cache.v_scale)
 
 
-def _take(rows: Tensor, which: slice | Tensor) -> Tensor:
+def take(rows: Tensor, which: slice | Tensor) -> Tensor:
+    """Of Group.queries or Group.keys."""
     return rows[which] if isinstance(which, slice) else rows.index_select(0, which)

@@ -11,6 +11,7 @@ from megatron_hybrid.models.checkpoints.megatron_names import is_gpt_pattern
 from megatron_hybrid.models.config import (
     GATED_DELTA_NET,
     IN_PLAIN_TORCH,
+    INDEXED,
     LIGHTNING_ATTENTION,
     MAMBA1,
     SHARED_TRANSFORMER,
@@ -28,6 +29,7 @@ _LAYERS = {
     SHARED_TRANSFORMER: "transformer blocks that layers share",
     LIGHTNING_ATTENTION: "lightning attention",
     SLIDING_ATTENTION: "letter for attention with a sliding window",
+    **dict.fromkeys(sorted(INDEXED), "attention with an index"),
     **dict.fromkeys(sorted(IN_PLAIN_TORCH), "layers of RWKV, Griffin or xLSTM"),
 }
 _MAMBA_NORM_EPS = 1e-5  # of the norm inside MambaMixer, not to be set there
