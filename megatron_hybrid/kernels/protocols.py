@@ -288,7 +288,8 @@ class Norm(Protocol):
         self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None
     ) -> Tensor:
         """x / rms(x) * weight over the last dimension: [..., size], rows contiguous -> the same in
-        `dtype`, by default the weight's, in which it is computed."""
+        `dtype`, by default the weight's, in which it is computed. weight [size], or one for each
+        head [heads, size] of x [tokens, heads, size]."""
 
     def rms_norm_parts(
         self, x: Tensor, sections: tuple[int, int, int], weight: Tensor, eps: float
