@@ -61,6 +61,8 @@ from megatron_hybrid.kernels.runs import plan_runs
 from megatron_hybrid.kernels.sampling import reference as sampling
 from megatron_hybrid.kernels.sampling.protocol import Sampling
 from megatron_hybrid.kernels.slots import plan_decode
+from megatron_hybrid.kernels.streams import reference as streams
+from megatron_hybrid.kernels.streams.protocol import Streams
 from megatron_hybrid.kernels.whole_segments import UpdatedSlots
 from megatron_hybrid.kernels.wkv import reference as wkv
 
@@ -100,6 +102,7 @@ class KernelSet:
     # What computes more of a layer at once, where there is something.
     projected_mamba1: ProjectedMamba1 | None = None
     lora: Lora = lora
+    streams: Streams = streams
     # In plain torch alone: models with them run on the reference's kernels everywhere.
     rg_lru: Scan[RGLRUTokens, RGLRUConstants] = rg_lru
     wkv: Scan[WKVTokens, WKVConstants] = wkv

@@ -34,6 +34,11 @@ class ConvConstants(NamedTuple):
     bias: Tensor | None  # [channels]
     silu: bool = True  # of the outputs
 
+    def of(self, channels: slice) -> ConvConstants:
+        """Those of some channels."""
+        bias = None if self.bias is None else self.bias[channels]
+        return ConvConstants(self.weight[channels], bias, self.silu)
+
 
 class Gates(NamedTuple):
     """What a convolution's tokens are multiplied by, [T, channels] each (rows may be strided).
@@ -283,7 +288,8 @@ class Norm(Protocol):
         self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None
     ) -> Tensor:
         """x / rms(x) * weight over the last dimension: [..., size], rows contiguous -> the same in
-        `dtype`, by default the weight's, in which it is computed."""
+        `dtype`, by default the weight's, in which it is computed. weight [size], or one for each
+        head [heads, size] of x [tokens, heads, size]."""
 
     def rms_norm_parts(
         self, x: Tensor, sections: tuple[int, int, int], weight: Tensor, eps: float

@@ -161,13 +161,23 @@ class RecurrentMixer(Mixer):
         return ConvConstants(self.conv_weight, self.conv_bias, silu)
 
     def convolve(
-        self, x: Tensor, plans: KernelPlans, *, silu: bool = True, gates: Gates | None = None
+        self,
+        x: Tensor,
+        plans: KernelPlans,
+        *,
+        silu: bool = True,
+        gates: Gates | None = None,
+        channels: slice | None = None,
     ) -> Tensor:
-        """[tokens, channels], rows may be strided -> the same, contiguous."""
+        """[tokens, channels], rows may be strided -> the same, contiguous. `channels`: those of the
+        layer's that x has, of a layer with several convolutions one behind another; None: all."""
         kernels, state, parts = plans.kernels, self.state(plans).conv, self._parts(plans)
         constants = self.conv_constants(silu)
         rings = plans.caches.rings.get(self.layer)
         ring = None if rings is None else rings.conv
+        if channels is not None:
+            constants, state = constants.of(channels), state[:, channels]
+            ring = None if ring is None else ring[..., channels]
         if len(parts) == 1:
             only = parts[0]
             return _convolve(kernels, only.kind, x, constants, state, ring, only.conv, None, gates)

@@ -23,6 +23,7 @@ from megatron_hybrid.layers.moe import MoE
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Parts, inner_parts, prefixed
 from megatron_hybrid.layers.shared_transformer import SharedTransformer, SharedTransformerUse
+from megatron_hybrid.layers.streams import Connection, StreamsHead
 from megatron_hybrid.models.config import (
     SHARED_TRANSFORMER,
     BlockForm,
@@ -87,7 +88,7 @@ class Block(nn.Module):
 
     def forward(
         self, mixed: Mixed | None, residual: Tensor, plans: KernelPlans
-    ) -> tuple[Mixed, Tensor]:
+    ) -> tuple[Mixed | None, Tensor]:
         """What is to be added to the residual stream next, and the stream with `mixed` in it, which
         the block before has not added yet (None: there is none); the sum may take `residual`'s
         place."""
@@ -128,7 +129,7 @@ class MoEBlock(Block):
 
     def forward(
         self, mixed: Mixed | None, residual: Tensor, plans: KernelPlans
-    ) -> tuple[Mixed, Tensor]:
+    ) -> tuple[Mixed | None, Tensor]:
         """See Block.forward."""
         norm, (multiplier, ranks) = self.norm, self.entering
         alone = (ranks is None or ranks.size == 1) and self.mixer.reader is None
@@ -152,6 +153,32 @@ class FirstBlock(Block):
         """See Block._enter."""
         residual = self.embedding_norm(residual, plans.kernels).to(residual.dtype)
         return super()._enter(mixed, residual, plans)
+
+
+class StreamsBlock(Block):
+    """A Block on several residual streams, between which nothing is left to be added."""
+
+    def __init__(
+        self,
+        norm: RMSNorm | None,
+        mixer: Mixer,
+        ranks: RankGroup,
+        entering: Addend,
+        connection: Connection,
+    ) -> None:
+        super().__init__(norm, mixer, ranks, entering)
+        self.streams = connection
+
+    def forward(
+        self, mixed: Mixed | None, residual: Tensor, plans: KernelPlans
+    ) -> tuple[None, Tensor]:
+        """See Block.forward: residual [tokens, streams * hidden], and no `mixed`."""
+        assert mixed is None
+        x, weights = self.streams.enter(residual, plans.kernels)
+        if self.norm is not None:
+            x = self.norm(x, plans.kernels)
+        given = self.ranks.all_reduce(added_up(self.mixer(x, plans)))
+        return None, self.streams.leave(residual, given, weights, plans.kernels)
 
 
 class SharedTransformerBlock(Block):
@@ -218,6 +245,14 @@ class BlockBuilder:
             return LayerNorm(config.hidden_size, eps, self.dtype)
         return RMSNorm(config.hidden_size, eps, self.dtype, config.zero_centered_norm)
 
+    def head_norm(self) -> RMSNorm | StreamsHead:
+        """What is between the last block and the head."""
+        norm, streams = self.norm(len(self.config.pattern)), self.config.streams
+        if streams is None:
+            return norm
+        assert self.config.logits_divisor == 1.0
+        return streams.head(self.context(len(self.config.pattern)), norm)
+
     def addend(self, index: int) -> Addend:
         """What is to be added in front of block `index`."""
         config = self.config
@@ -252,10 +287,14 @@ class BlockBuilder:
             norm = self.norm(index) if form.norm else None
             post_norm = self.norm() if form.post_norm else None
             kind = MoEBlock if isinstance(mixer, MoE) else Block
-            if index == 0 and config.embedding_norm:
+            if config.streams is not None:
+                connection = config.streams.connection(context)
+                norm = norm if config.streams.has_norms else None
+                block: Block = StreamsBlock(norm, mixer, ranks, entering, connection)
+            elif index == 0 and config.embedding_norm:
                 entry = FirstBlock(self.norm(), mixer, ranks, entering)
                 entry.embedding_norm = self.norm()
-                block: Block = entry
+                block = entry
             else:
                 block = kind(norm, mixer, ranks, entering, post_norm, form.from_norm)
             allocate_linears(block.weight_parts(), partial(self.formats, index))

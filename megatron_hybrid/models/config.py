@@ -20,6 +20,7 @@ from megatron_hybrid.layers.rope import RopeConfig
 from megatron_hybrid.layers.shared_transformer import SharedTransformerConfig
 from megatron_hybrid.layers.short_conv import ShortConvConfig
 from megatron_hybrid.layers.side_by_side import SideBySideConfig
+from megatron_hybrid.layers.streams import StreamsConfig
 
 _DTYPES = {
     "float32": torch.float32,
@@ -139,6 +140,7 @@ class HybridModelConfig:
     forms: tuple[BlockForm, ...] = ()  # of the pattern's blocks; empty: the usual one of all
     layer_norm: bool = False  # norms are LayerNorms
     embedding_norm: bool = False  # embeddings go through a norm of their own
+    streams: StreamsConfig | None = None  # several residual streams; None: the usual one
     mtp: MTPConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -149,6 +151,11 @@ class HybridModelConfig:
         shared = self.shared_transformer
         attention = self.attention if shared is None else shared.attention
         return None if attention is None else attention.rope
+
+    @property
+    def residual_size(self) -> int:
+        """Numbers that go from block to block for each token."""
+        return self.hidden_size * (1 if self.streams is None else self.streams.count)
 
     def layer(self, letter: str) -> LayerConfig:
         """What layers of a kind are. Raises ConfigurationError for a kind that is not described."""

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Part, WeightPart, prefixed, section
 from megatron_hybrid.layers.recurrent import RecurrentMixer
 from megatron_hybrid.layers.rope import RopeConfig, inverse_frequencies
+from megatron_hybrid.layers.streams import StreamsHead
 from megatron_hybrid.memory.arena import Arena
 from megatron_hybrid.models.blocks import (
     Block,
@@ -41,21 +41,10 @@ from megatron_hybrid.models.blocks import (
     uses_of_shared,
 )
 from megatron_hybrid.models.config import SHARED_TRANSFORMER, HybridModelConfig
+from megatron_hybrid.models.hidden import Hidden
 from megatron_hybrid.models.mtp import MTPHead
 from megatron_hybrid.models.stages import ModelStages
 from megatron_hybrid.parallel import ParallelContext, VocabParallelEmbedding
-
-
-class Hidden(NamedTuple):
-    """What goes from one block to the next. Its rows are the step's tokens, and past the last block
-    in which tokens see each other those whose logits are wanted. With an MTPHead they see each
-    other there."""
-
-    residual: Tensor  # [rows, hidden]
-    # [rows, hidden] of the last block, not added yet (this rank's part of it: see Mixer); None
-    # before the first one
-    mixed: Tensor | None
-    embeddings: Tensor | None  # [rows, hidden], where a later block reads them
 
 
 class HybridModel(nn.Module):
@@ -117,13 +106,14 @@ class HybridModel(nn.Module):
         self.blocks = nn.ModuleList(build.block(index) for index in self.stage)
         self._shared = build.shared
         self.leaving = build.addend(len(config.pattern))  # of the last block
-        self.final_norm: RMSNorm | None = None
+        self.final_norm: RMSNorm | StreamsHead | None = None
         self.lm_head: Linear | None = None
         if self.is_last_stage:
-            self.final_norm = build.norm(len(config.pattern))
+            self.final_norm = build.head_norm()
             if config.logits_divisor != 1.0:
                 # Which becomes part of its weight (see weight_parts): in float32, so that nothing
                 # is rounded once more.
+                assert isinstance(self.final_norm, RMSNorm)
                 weight = self.final_norm.weight
                 self.final_norm.weight = nn.Parameter(weight.float(), requires_grad=False)
             if not (config.tie_word_embeddings and self.is_first_stage):
@@ -339,7 +329,8 @@ class HybridModel(nn.Module):
         for index, block in self.own_blocks():
             mixed, residual = block(mixed, residual, plans)
             if index == last_mixing:
-                mixed, residual = inputs.of_logits(added_up(mixed)), inputs.of_logits(residual)
+                mixed = None if mixed is None else inputs.of_logits(added_up(mixed))
+                residual = inputs.of_logits(residual)
                 kernels = of_logits(plans.kernels, inputs)
                 plans = replace(plans, kernels=kernels, most_tokens=size.rows)
         if kept is not None:
@@ -352,6 +343,8 @@ class HybridModel(nn.Module):
         config = self.config
         embeddings = self._embeddings(inputs.token_ids)
         residual = embeddings.float() if config.residual_in_fp32 else embeddings
+        if config.streams is not None:
+            return Hidden(residual.repeat(1, config.streams.count), None, None)
         if config.shared_transformer is None:
             return Hidden(residual, None, None)
         if residual is embeddings:  # which blocks read again, and the residual is overwritten
@@ -378,9 +371,12 @@ class HybridModel(nn.Module):
     def logits(self, hidden: Hidden, inputs: StepInputs, plans: KernelPlans) -> Tensor:
         """[rows, vocab_size] of what leaves the last stage's blocks, the same on every rank of that
         stage; writes the caches of the MTPHead."""
-        norm, (multiplier, ranks) = self.final_norm, self.leaving
-        assert norm is not None and hidden.mixed is not None, "only the last stage has the head"
-        last, _ = norm.after_adding(hidden.mixed, hidden.residual, multiplier, self.kernels, ranks)
+        norm, (multiplier, ranks), kernels = self.final_norm, self.leaving, self.kernels
+        assert norm is not None, "only the last stage has the head"
+        if isinstance(norm, StreamsHead):
+            return self._vocabulary_logits(norm(hidden.residual, kernels))
+        assert hidden.mixed is not None
+        last, _ = norm.after_adding(hidden.mixed, hidden.residual, multiplier, kernels, ranks)
         normed = plain_rows(last)
         if self.mtp is not None:
             plans = self._rotated(plans, inputs.positions)

@@ -72,6 +72,11 @@ class TrainableModel:
                 f"{folder.path}: a model of type {folder.config.model_type} has recurrences or an "
                 "index without formulas for their gradients; it can be served, not trained."
             )
+        if folder.config.streams is not None:
+            raise ConfigurationError(
+                f"{folder.path}: a model of type {folder.config.model_type} has several residual "
+                "streams, whose kernels have no gradients; it can be served, not trained."
+            )
         parallel = initialize(config.parallel_sizes, device=self.device)
         self._kernels = kernel_set.select(
             config.kernels, self.device, batch_invariant=config.batch_invariant

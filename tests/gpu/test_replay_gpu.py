@@ -21,7 +21,7 @@ from megatron_hybrid.kernels.protocols import (  # noqa: E402
     Mamba2Tokens,
 )
 from megatron_hybrid.kernels.replay_triton.replays import TRITON_REPLAYS  # noqa: E402
-from tests.kernels.replay_cases import Kind, Session  # noqa: E402
+from tests.kernels.replay_cases import Kind, Session, wider  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -142,9 +142,15 @@ def test_convolutions(chunk: int, dtype: torch.dtype, seed: int) -> None:
     def draw(count: int, generator: torch.Generator) -> Tensor:
         return torch.randn(count, channels, generator=generator, device="cuda").to(dtype)
 
+    def run(x: Tensor, state: Tensor, ring: Any, plan: Any) -> Tensor:
+        some = wider(ring[0])
+        y = conv.run(x, constants, state, some, plan)
+        ring[0].copy_(some)
+        return y
+
     kind = Kind(
         draw,
-        lambda x, state, ring, plan: conv.run(x, constants, state, ring[0], plan),
+        run,
         lambda part, length: conv.plan(part, chunk, width, length),
         (channels, width - 1), ((channels,),), chunk, "cuda", dtype,
     )  # fmt: skip

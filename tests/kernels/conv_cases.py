@@ -195,9 +195,9 @@ def check_runs(conv: Any, play: Play, silu: bool = True, calls: int = 10, **opti
     case = Conv.random(length * play.count, play.slots, set(), **options)
     (channels, width), device = case.weight.shape, str(case.x.device)
     texts = [case.by_hand(length * i, length, 0, silu) for i in range(play.count)]
-    # Like the state, in channels that lie side by side, or not.
-    ring = torch.full_like(case.state[:1, :, :1].mT, NAN)
-    ring = ring.repeat(play.count, play.ring_length, 1)
+    # Some channels of a wider ring, as of a layer with several convolutions.
+    shape = play.count, play.ring_length, channels + 8
+    ring = torch.full(shape, NAN, dtype=case.state.dtype, device=device)[..., 3:-5]
     for one, (_, rows) in zip(play.sequences, texts, strict=True):
         if one.slot:
             case.state[one.slot] = rows[one.position : one.position + width - 1].t()

@@ -6,9 +6,9 @@ same bits however its sequence was cut into segments.
 
 Windows, taps and the inputs of an output are tuples in Triton, the oldest first.
 
-All tensors may have any strides, but rows of x, out and gates are contiguous. Loads are vectorised
-along channels, so on a GPU `state` is best laid out as [slots, W - 1, channels] and `weight` as
-[W, channels] (both passed as transposed views).
+All tensors may have any strides, but rows of x, out, gates and rings are contiguous. Loads are
+vectorised along channels, so on a GPU `state` is best laid out as [slots, W - 1, channels] and
+`weight` as [W, channels] (both passed as transposed views).
 """
 
 from __future__ import annotations

@@ -69,14 +69,15 @@ def decode_runs(
     *,
     tile: Tile | None = None,
 ) -> Tensor:
-    """DecodeRuns: as above with tokens T. The ring is contiguous. `tile`: of single tokens."""
+    """DecodeRuns: as above with tokens T. `tile`: of single tokens."""
     weight, bias, silu = constants
     tokens, channels = x.shape
     sequences = plan.read_slot.shape[0]
     out = x.new_empty((tokens, channels)) if out is None else out
     arguments = (
         x, weight, bias, state, ring, out, *plan.tensors, tokens, channels,
-        x.stride(0), *weight.stride(), *state.stride(), out.stride(0), *gate_arguments(gates),
+        x.stride(0), *weight.stride(), *state.stride(), out.stride(0), ring.stride(1),
+        *gate_arguments(gates),
     )  # fmt: skip
     sizes = {"RING": ring.shape[1], "WIDTH": weight.shape[1], "SILU": silu}
     if plan.most_unfolded is None:
@@ -149,7 +150,7 @@ def _single_kernel(
     cu_seqlens, position, unfolded, read_slot, write_slot, ring_row,
     checkpoint_position, checkpoint_slot, tokens, channels,
     x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
-    in_gate, out_gate, in_gate_row, out_gate_row, sequences,
+    ring_place, in_gate, out_gate, in_gate_row, out_gate_row, sequences,
     RING: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """_runs_kernel of sequences of one token each, or none: all that is read is in flight at once,
@@ -172,9 +173,19 @@ def _single_kernel(
     used = tl.load(cu_seqlens + sequences)
     windows = state + channel * state_channel
     window = windows + read * state_slot
-    inputs = ring + first_place * channels + channel
+    inputs = ring + first_place * ring_place + channel
     before = inputs_before(
-        start, first_unfolded, inputs, window, channel, channels, read, state_column, RING, WIDTH
+        start,
+        first_unfolded,
+        inputs,
+        window,
+        channel,
+        channels,
+        read,
+        state_column,
+        ring_place,
+        RING,
+        WIDTH,
     )
 
     wait_for_inputs()
@@ -200,11 +211,11 @@ def _single_kernel(
     if (kept > 0) & is_reached:  # before the window is overwritten
         values = window_at(
             kept_position, start, first_unfolded, after, inputs, window, channel, channels,
-            read, state_column, RING, WIDTH,
+            read, state_column, ring_place, RING, WIDTH,
         )  # fmt: skip
         store_window(windows + kept * state_slot, state_column, values, is_channel, WIDTH)
     is_recorded = channel < tl.where((count > 0) & (write <= 0), channels, 0)
-    tl.store(inputs + start % RING * channels, newest, mask=is_recorded)
+    tl.store(inputs + start % RING * ring_place, newest, mask=is_recorded)
     is_written = channel < tl.where(write > 0, channels, 0)
     store_window(windows + write * state_slot, state_column, after, is_written, WIDTH)
 
@@ -215,7 +226,7 @@ def _runs_kernel(
     cu_seqlens, position, unfolded, read_slot, write_slot, ring_row,
     checkpoint_position, checkpoint_slot, tokens, channels,
     x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
-    in_gate, out_gate, in_gate_row, out_gate_row,
+    ring_place, in_gate, out_gate, in_gate_row, out_gate_row,
     RING: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -245,14 +256,24 @@ def _runs_kernel(
     # often as there are unfolded ones.
     windows = state + channel * state_channel
     window = windows + read * state_slot
-    inputs = ring + first_place * channels + channel
+    inputs = ring + first_place * ring_place + channel
     before = inputs_before(
-        start, first_unfolded, inputs, window, channel, channels, read, state_column, RING, WIDTH
+        start,
+        first_unfolded,
+        inputs,
+        window,
+        channel,
+        channels,
+        read,
+        state_column,
+        ring_place,
+        RING,
+        WIDTH,
     )
     if (kept > 0) & (first_unfolded < kept_position) & (kept_position <= start):
         values = inputs_before(
             kept_position, first_unfolded, inputs, window, channel, channels, read, state_column,
-            RING, WIDTH,
+            ring_place, RING, WIDTH,
         )  # fmt: skip
         store_window(windows + kept * state_slot, state_column, values, is_channel, WIDTH)
     is_written = channel < tl.where(write > 0, channels, 0)
@@ -278,13 +299,13 @@ def _runs_kernel(
             store_window(windows + kept * state_slot, state_column, before, is_kept, WIDTH)
         if (token > begin) | (write <= 0):
             place = first_place + (start + token - begin) % RING
-            tl.store(ring + place * channels + channel, newest, mask=is_channel)
+            tl.store(ring + place * ring_place + channel, newest, mask=is_channel)
 
 
 @triton.jit
 def inputs_before(
     position, first_unfolded, inputs, window, channel, channels, read, state_column,
-    RING: tl.constexpr, WIDTH: tl.constexpr,
+    ring_place, RING: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The inputs of the WIDTH - 1 tokens before this position: from the ring, or, before the first
     unfolded one, from the window that the state has."""
@@ -294,7 +315,7 @@ def inputs_before(
         is_unfolded = token >= first_unfolded
         in_ring = channel < tl.where(is_unfolded, channels, 0)
         in_window = channel < tl.where(is_unfolded | (read <= 0), 0, channels)
-        unfolded = tl.load(inputs + token % RING * channels, mask=in_ring, other=0)
+        unfolded = tl.load(inputs + token % RING * ring_place, mask=in_ring, other=0)
         place = window + (column + position - first_unfolded) * state_column
         old = tl.load(place, mask=in_window, other=0)
         found = found + (tl.where(is_unfolded, unfolded, old.to(unfolded.dtype)),)
@@ -314,12 +335,22 @@ def window_after(before, newest, count, WIDTH: tl.constexpr):
 @triton.jit
 def window_at(
     position, start, first_unfolded, after, inputs, window, channel, channels, read, state_column,
-    RING: tl.constexpr, WIDTH: tl.constexpr,
+    ring_place, RING: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """inputs_before this position, which is at most the one that window_after gave `after` for."""
     known = tl.minimum(position, start)
     values = inputs_before(
-        known, first_unfolded, inputs, window, channel, channels, read, state_column, RING, WIDTH
+        known,
+        first_unfolded,
+        inputs,
+        window,
+        channel,
+        channels,
+        read,
+        state_column,
+        ring_place,
+        RING,
+        WIDTH,
     )
     found = ()
     for column in tl.static_range(WIDTH - 1):

@@ -50,13 +50,14 @@ def run(
     out: Tensor | None = None,
     gates: Gates | None = None,
 ) -> Tensor:
-    """As in ConvReplay. The ring is contiguous; rows of tokens, out and gates are."""
+    """As in ConvReplay. Rows of tokens, out, gates and the ring are contiguous."""
     weight, bias, silu = constants
     count, channels = tokens.shape
     out = tokens.new_empty(tokens.shape) if out is None else out
     arguments = (
         tokens, weight, bias, state, ring, out, *plan.figures, count, channels, plan.is_prompt,
-        tokens.stride(0), *weight.stride(), *state.stride(), out.stride(0), *gate_arguments(gates),
+        tokens.stride(0), *weight.stride(), *state.stride(), out.stride(0), ring.stride(1),
+        *gate_arguments(gates),
     )  # fmt: skip
     sizes = {
         "RING": ring.shape[1], "WIDTH": weight.shape[1], "SILU": silu, "CHUNK": plan.chunk,
@@ -81,7 +82,7 @@ def _outputs_kernel(
     cu_ptr, start_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr, cu_checkpoints_ptr,
     position_ptr, slot_ptr, tokens, channels, is_prompt,
     x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
-    in_gate, out_gate, in_gate_row, out_gate_row, sequence_of_token,
+    ring_place, in_gate, out_gate, in_gate_row, out_gate_row, sequence_of_token,
     RING: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -121,8 +122,8 @@ def _outputs_kernel(
                     _output(
                         x, taps, offset, state, ring, out, cu_ptr, start_ptr, unfolded_ptr,
                         read_ptr, ring_ptr, sequence, row, channel, channels, is_prompt, x_row,
-                        state_slot, state_channel, state_column, out_row, in_gate, out_gate,
-                        in_gate_row, out_gate_row, RING, WIDTH, SILU, CHUNK,
+                        state_slot, state_channel, state_column, ring_place, out_row, in_gate,
+                        out_gate, in_gate_row, out_gate_row, RING, WIDTH, SILU, CHUNK,
                     )  # fmt: skip
                 else:
                     zeros = tl.zeros([BLOCK_C], out.dtype.element_ty)
@@ -136,7 +137,7 @@ def _states_kernel(
     cu_ptr, start_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr, cu_checkpoints_ptr,
     position_ptr, slot_ptr, tokens, channels, is_prompt,
     x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
-    in_gate, out_gate, in_gate_row, out_gate_row,
+    ring_place, in_gate, out_gate, in_gate_row, out_gate_row,
     RING: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -159,12 +160,12 @@ def _states_kernel(
         )
         _store_window(
             position, slot, x, state, ring, read_ptr, sequence, in_ring, begin, start, first,
-            channel, channels, x_row, state_slot, state_channel, state_column, in_gate,
+            channel, channels, x_row, state_slot, state_channel, state_column, ring_place, in_gate,
             in_gate_row, RING, WIDTH,
         )  # fmt: skip
     _store_ring(
-        x, ring, in_ring, begin, start, end, last, channel, channels, x_row, in_gate, in_gate_row,
-        RING,
+        x, ring, in_ring, begin, start, end, last, channel, channels, x_row, ring_place, in_gate,
+        in_gate_row, RING,
     )  # fmt: skip
 
 
@@ -174,7 +175,7 @@ def _decode_kernel(
     cu_ptr, start_ptr, unfolded_ptr, read_ptr, write_ptr, ring_ptr, cu_checkpoints_ptr,
     position_ptr, slot_ptr, tokens, channels, is_prompt,
     x_row, weight_channel, weight_tap, state_slot, state_channel, state_column, out_row,
-    in_gate, out_gate, in_gate_row, out_gate_row,
+    ring_place, in_gate, out_gate, in_gate_row, out_gate_row,
     RING: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -209,7 +210,8 @@ def _decode_kernel(
         inputs = inputs + (
             _earlier(
                 start - (WIDTH - 1) + column, x, state, ring, read_ptr, sequence, in_ring, start,
-                first, channel, channels, state_slot, state_channel, state_column, RING, WIDTH,
+                first, channel, channels, state_slot, state_channel, state_column, ring_place,
+                RING, WIDTH,
             ),
         )  # fmt: skip
     wait_for_inputs()
@@ -223,25 +225,25 @@ def _decode_kernel(
         _output(
             x, taps, offset, state, ring, out, cu_ptr, start_ptr, unfolded_ptr, read_ptr, ring_ptr,
             sequence, row, channel, channels, is_prompt, x_row, state_slot, state_channel,
-            state_column, out_row, in_gate, out_gate, in_gate_row, out_gate_row,
+            state_column, ring_place, out_row, in_gate, out_gate, in_gate_row, out_gate_row,
             RING, WIDTH, SILU, CHUNK,
         )  # fmt: skip
     for i in tl.static_range(2):
         _store_window(
             position if i == 0 else last, slot if i == 0 else own_slot, x, state, ring, read_ptr,
             sequence, in_ring, begin, start, first, channel, channels, x_row, state_slot,
-            state_channel, state_column, in_gate, in_gate_row, RING, WIDTH,
+            state_channel, state_column, ring_place, in_gate, in_gate_row, RING, WIDTH,
         )  # fmt: skip
     _store_ring(
-        x, ring, in_ring, begin, start, end, last, channel, channels, x_row, in_gate, in_gate_row,
-        RING,
+        x, ring, in_ring, begin, start, end, last, channel, channels, x_row, ring_place, in_gate,
+        in_gate_row, RING,
     )  # fmt: skip
 
 
 @triton.jit
 def _store_window(
     position, slot, x, state, ring, read_ptr, sequence, in_ring, begin, start, first, channel,
-    channels, x_row, state_slot, state_channel, state_column, in_gate, in_gate_row,
+    channels, x_row, state_slot, state_channel, state_column, ring_place, in_gate, in_gate_row,
     RING: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The last inputs before this position, if there is a slot for them."""
@@ -252,7 +254,7 @@ def _store_window(
                 _input(
                     position - (WIDTH - 1) + column, x, state, ring, read_ptr, sequence, in_ring,
                     begin, start, first, channel, channels, x_row, state_slot, state_channel,
-                    state_column, in_gate, in_gate_row, RING, WIDTH,
+                    state_column, ring_place, in_gate, in_gate_row, RING, WIDTH,
                 ),
             )  # fmt: skip
         target = state + slot * state_slot + channel * state_channel
@@ -262,21 +264,21 @@ def _store_window(
 
 @triton.jit
 def _store_ring(
-    x, ring, in_ring, begin, start, end, last, channel, channels, x_row, in_gate, in_gate_row,
-    RING: tl.constexpr,
+    x, ring, in_ring, begin, start, end, last, channel, channels, x_row, ring_place, in_gate,
+    in_gate_row, RING: tl.constexpr,
 ):  # fmt: skip
     """What a later call may need again: the call's tokens from `last` on."""
     for position in range(tl.maximum(start, last), end):
         values = _own(begin + position - start, x, channel, channels, x_row, in_gate, in_gate_row)
         place = in_ring + position % RING
-        tl.store(ring + place * channels + channel, values, mask=channel < channels)
+        tl.store(ring + place * ring_place + channel, values, mask=channel < channels)
 
 
 @triton.jit
 def _output(
     x, taps, offset, state, ring, out, cu_ptr, start_ptr, unfolded_ptr, read_ptr, ring_ptr,
     sequence, row, channel, channels, is_prompt, x_row, state_slot, state_channel, state_column,
-    out_row, in_gate, out_gate, in_gate_row, out_gate_row,
+    ring_place, out_row, in_gate, out_gate, in_gate_row, out_gate_row,
     RING: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Of a token, whose inputs may lie anywhere."""
@@ -292,7 +294,7 @@ def _output(
             _input(
                 position - (WIDTH - 1) + column, x, state, ring, read_ptr, sequence, in_ring,
                 begin, start, first, channel, channels, x_row, state_slot, state_channel,
-                state_column, in_gate, in_gate_row, RING, WIDTH,
+                state_column, ring_place, in_gate, in_gate_row, RING, WIDTH,
             ),
         )  # fmt: skip
     y = convolved(offset, inputs, taps, WIDTH, SILU)
@@ -302,7 +304,7 @@ def _output(
 @triton.jit
 def _input(
     position, x, state, ring, read_ptr, sequence, in_ring, begin, start, first, channel, channels,
-    x_row, state_slot, state_channel, state_column, in_gate, in_gate_row,
+    x_row, state_slot, state_channel, state_column, ring_place, in_gate, in_gate_row,
     RING: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """What the token at this position brought: from the call, the ring or the window."""
@@ -310,7 +312,7 @@ def _input(
     values = _own(begin + position - start, x, channel, own, x_row, in_gate, in_gate_row)
     earlier = _earlier(
         position, x, state, ring, read_ptr, sequence, in_ring, start, first, channel, channels,
-        state_slot, state_channel, state_column, RING, WIDTH,
+        state_slot, state_channel, state_column, ring_place, RING, WIDTH,
     )  # fmt: skip
     return tl.where(position >= start, values, earlier)
 
@@ -328,12 +330,12 @@ def _own(row, x, channel, channels, x_row, in_gate, in_gate_row):
 @triton.jit
 def _earlier(
     position, x, state, ring, read_ptr, sequence, in_ring, start, first, channel, channels,
-    state_slot, state_channel, state_column, RING: tl.constexpr, WIDTH: tl.constexpr,
+    state_slot, state_channel, state_column, ring_place, RING: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """What the token at this position, before the call's, brought: from the ring or the window."""
     kept = tl.where((position < start) & (position >= first), channels, 0)
     place = in_ring + (position + RING) % RING
-    earlier = tl.load(ring + place * channels + channel, mask=channel < kept, other=0)
+    earlier = tl.load(ring + place * ring_place + channel, mask=channel < kept, other=0)
     read = tl.load(read_ptr + sequence).to(tl.int64)
     in_window = tl.where((position < first) & (read > 0), channels, 0)
     column = position - (first - (WIDTH - 1))
