@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import transformers
 
-from tests import ring_linear
+from tests import glm5_next, ring_linear
 
 
 class Tiny(NamedTuple):
@@ -334,6 +334,35 @@ TINY: dict[str, Tiny] = {
         | _EXPERTS
         | {"topk_group": 3, "linear_num_heads": 4, "linear_head_dim": 16},
         "chunk_size",
+    ),
+    "glm5_next": Tiny(
+        "Glm5NextText",
+        _LATENT
+        | {
+            "num_hidden_layers": 5,
+            "layer_types": [
+                "linear_attention", "indexed_attention", "indexed_attention", "linear_attention",
+                "indexed_attention",
+            ],
+            "indexer_types": ["full", "full", "shared", "full", "full"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse", "sparse"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "qk_rope_head_dim": 0,
+            "q_lora_rank": 20,
+            "linear_num_heads": 4,
+            "linear_head_dim": 16,
+            "index_topk": 12,
+            "index_kpool": 4,
+            "index_n_heads": 8,
+            "index_head_dim": 8,
+            "swiglu_limit": 0.5,  # so that it is noticed
+            "hc_mult": 3,
+            "hc_sinkhorn_iters": 5,
+        },
+        "chunk_size",
+        source=glm5_next,
     ),
     "bailing_hybrid": Tiny(
         "BailingHybrid", _LATENT | _EXPERTS | {"q_lora_rank": 20, "head_dim": 16}, "chunk_size"

@@ -31,6 +31,7 @@ KINDS = {
     "plain_torch": ("recurrent_gemma", "rwkv", "xlstm"),
     "gated_delta_net": ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"),
     "latent": ("kimi_linear", "bailing_hybrid"),
+    "indexed": ("glm5_next",),
     "lightning": ("minimax", "bailing_moe_linear", "bailing_moe_v2_5"),
     "windows": ("lfm3", "window_alone", "window_and_conv", "window_and_full"),
 }
@@ -83,7 +84,7 @@ LIKE_OTHERS = {
 # Whose answers are compared with drafts, too; test_logits.py has all families' logits with them.
 DRAFTED = {
     *("qwen3_next", "bamba", "falcon_h1", "zamba2", "jamba", "lfm2", "bailing_hybrid", "minimax"),
-    *("lfm3", "window_alone"),
+    *("lfm3", "window_alone", "glm5_next"),
 }
 SMALLER_BUDGETS = {3, 41}  # of the two of each test
 

@@ -9,6 +9,7 @@ from megatron_hybrid.models.families.bailing_linear import BailingLinear
 from megatron_hybrid.models.families.bamba import Bamba
 from megatron_hybrid.models.families.falcon_h1 import FalconH1
 from megatron_hybrid.models.families.family import Family
+from megatron_hybrid.models.families.glm5_next import Glm5Next
 from megatron_hybrid.models.families.granite_moe_hybrid import GraniteMoeHybrid
 from megatron_hybrid.models.families.jamba import Jamba
 from megatron_hybrid.models.families.kimi_linear import KimiLinear
@@ -46,6 +47,7 @@ FAMILIES: tuple[Family, ...] = (
     Lfm3(),
     KimiLinear(),
     BailingHybrid(),
+    Glm5Next(),
     RecurrentGemma(),
     Rwkv(),
     XLSTM(),
@@ -67,6 +69,7 @@ TEXT_PARTS: tuple[TextPart, ...] = (
         tied=False,
     ),
     TextPart(Qwen35(), ("minicpm_ocr",), tied=True),
+    TextPart(Glm5Next(), ("glm5_next",), tied=False),
     TextPart(Lfm2(), ("lfm2_vl",), tied=True),
     TextPart(
         NemotronH(),
