@@ -355,7 +355,7 @@ TINY: dict[str, Tiny] = {
             "linear_head_dim": 16,
             "index_topk": 12,
             "index_kpool": 4,
-            "index_n_heads": 8,
+            "index_n_heads": 24,  # of few, some groups have equal scores: 0
             "index_head_dim": 8,
             "swiglu_limit": 0.5,  # so that it is noticed
             "hc_mult": 3,

@@ -158,6 +158,7 @@ class PagedSequences:
     stand behind the real ones and have one token of KV, the first of block 0; tokens past
     cu_seqlens[sequences] are padding, whose attention nobody reads.
 
+    `most_blocks`: where static, that a sequence can have; 0: nobody knows.
     `longest_run`: not 0 where decodes have drafts: so many queries each at most. Then on a GPU only
     the device knows their kv_length; the host's is the largest that is possible.
     """
@@ -172,6 +173,7 @@ class PagedSequences:
     host: PagedHost
     static: bool = False
     longest_run: int = 0
+    most_blocks: int = 0
 
     def decodes_alone(self) -> PagedSequences:
         """The first sequences, without the prompts behind them."""

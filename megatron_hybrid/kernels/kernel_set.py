@@ -210,17 +210,20 @@ def with_transformer_engine(
 
 def _gpu_invariant() -> KernelSet:
     from megatron_hybrid.kernels.experts import triton_in_order as experts
+    from megatron_hybrid.kernels.indexed_attention.triton import TritonIndexedAttention
     from megatron_hybrid.kernels.latent_attention.triton import TritonLatentAttention
     from megatron_hybrid.kernels.linear import triton_in_order as linear
     from megatron_hybrid.kernels.lora import triton_in_order as lora
     from megatron_hybrid.kernels.paged_attention.triton_by_split import SplitAttention
     from megatron_hybrid.kernels.replay_triton.replays import TRITON_REPLAYS
 
+    attention, latents = SplitAttention(), TritonLatentAttention(batch_invariant=True)
     return replace(
         _gpu(),
         name="gpu, batch-invariant",
-        attention=SplitAttention(),
-        latent_attention=TritonLatentAttention(batch_invariant=True),
+        attention=attention,
+        latent_attention=latents,
+        indexed_attention=TritonIndexedAttention(attention, latents, batch_invariant=True),
         linear=linear,
         lora=lora,
         experts=experts,
@@ -236,6 +239,7 @@ def _gpu() -> KernelSet:
     from megatron_hybrid.kernels.causal_conv1d import triton as conv
     from megatron_hybrid.kernels.experts import triton as experts
     from megatron_hybrid.kernels.gated_delta_rule import triton as gated_delta_rule
+    from megatron_hybrid.kernels.indexed_attention.triton import TritonIndexedAttention
     from megatron_hybrid.kernels.latent_attention.triton import TritonLatentAttention
     from megatron_hybrid.kernels.linear import triton as linear
     from megatron_hybrid.kernels.lora import triton as lora
@@ -271,7 +275,10 @@ def _gpu() -> KernelSet:
     if importlib.util.find_spec("flashinfer") is None:
         from megatron_hybrid.kernels.paged_attention.triton import TritonAttention
 
-        return replace(found, attention=TritonAttention())
-    from megatron_hybrid.kernels.paged_attention.flashinfer import FlashInferAttention
+        attention: kinds.Attention = TritonAttention()
+    else:
+        from megatron_hybrid.kernels.paged_attention.flashinfer import FlashInferAttention
 
-    return replace(found, attention=FlashInferAttention())
+        attention = FlashInferAttention()
+    indexed = TritonIndexedAttention(attention, found.latent_attention)
+    return replace(found, attention=attention, indexed_attention=indexed)

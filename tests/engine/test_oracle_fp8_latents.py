@@ -22,8 +22,9 @@ from tests.engine.oracle_tests import (  # noqa: F401
 from tests.engine.test_oracle_fp8_kv import TOLERANCE
 from tests.kernels.attention_cases import FP8, kept
 
-FAMILIES = {"kimi_linear": "self_attn", "bailing_hybrid": "attention"}  # its name in a layer
-# What one of the two shows for both.
+# And its name in a layer.
+FAMILIES = {"kimi_linear": "self_attn", "bailing_hybrid": "attention", "glm5_next": "self_attn"}
+# What one of them shows for all.
 ELSEWHERE = {
     "test_drafts_change_neither_answers_nor_what_is_cached",
     "test_prompts_cut_into_tiny_chunks_equal_transformers",

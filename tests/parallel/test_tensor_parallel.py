@@ -63,6 +63,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"vocab_size": 161, "tie_word_embeddings": True}),
     "kimi_linear": ("kimi_linear", {"attention_bias": True}),
     "bailing_hybrid": ("bailing_hybrid", {}),
+    "glm5_next": ("glm5_next", {"attention_bias": True, "index_n_heads": 7, "vocab_size": 163}),
 }
 ON_FOUR_RANKS = ("nemotron_h", "bamba")
 # Weights alone: inputs that are rounded are rounded by each rank for itself.
