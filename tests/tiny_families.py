@@ -72,7 +72,7 @@ _QWEN4: dict[str, Any] = _DELTA_NET | _EXPERTS | {
     "hc_count": 3,
     "hc_lowrank": 12,
     "ple_layer_ids": [1, 3],
-    "ple_embed_dim": 48,
+    "ple_embed_dim": 96,
     "ngram_size": 3,
     "heads_per_ngram": 4,
     "ngram_vocab_size_base": 90,

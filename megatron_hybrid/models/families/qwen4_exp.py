@@ -69,7 +69,10 @@ class Qwen4Exp(Qwen3Next):
                 f"ple_layer_ids in {raw.where} must name linear_attention layers, counted from 1; "
                 f"layer {wrong[0]} is none."
             )
-        streams = raw.whole("hc_count", default=4)
+        if (streams := raw.whole("hc_count", default=4)) < 2:
+            raise ConfigurationError(
+                f"hc_count in {raw.where} is {streams}; a model has two residual streams at least."
+            )
         others: dict[str, LayerConfig] = {}
         if INDEXED_ATTENTION in pattern:
             others[INDEXED_ATTENTION] = self._attention(raw)
