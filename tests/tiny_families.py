@@ -64,6 +64,27 @@ _DELTA_NET: dict[str, Any] = {
         "partial_rotary_factor": 0.25,
     },
 }  # fmt: skip
+_QWEN4: dict[str, Any] = _DELTA_NET | _EXPERTS | {
+    "layer_types": [
+        "linear_attention", "indexed_attention", "linear_attention", "linear_attention",
+    ],
+    "output_gate_type": "sigmoid",
+    "hc_count": 3,
+    "hc_lowrank": 12,
+    "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 96,
+    "ngram_size": 3,
+    "heads_per_ngram": 4,
+    "ngram_vocab_size_base": 90,
+    "make_ngram_vocab_size_divisible_by": 16,
+    "split_ngram_parts": 5,
+    "eos_token_id": 7,
+    "indexer_n_heads": 24,  # so that hardly a group scores 0, like others
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 12,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}  # fmt: skip
 _OLMO_HYBRID: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": [
@@ -257,6 +278,7 @@ TINY: dict[str, Tiny] = {
     ),
     "qwen3_5": Tiny("Qwen3_5", _DELTA_NET, "chunk_size", text=True),
     "qwen3_5_moe": Tiny("Qwen3_5Moe", _DELTA_NET | _EXPERTS, "chunk_size", text=True),
+    "qwen4_exp": Tiny("Qwen4Exp", _QWEN4, "chunk_size", text=True),
     "olmo_hybrid": Tiny("OlmoHybrid", _OLMO_HYBRID, "chunk_size"),
     "minimax": Tiny(
         "MiniMax",

@@ -250,6 +250,7 @@ def _gpu() -> KernelSet:
     from megatron_hybrid.kernels.packed_states import triton as packing
     from megatron_hybrid.kernels.rope import triton as rope
     from megatron_hybrid.kernels.sampling import triton as sampling
+    from megatron_hybrid.kernels.streams import triton as streams
 
     found = replace(
         REFERENCE,
@@ -271,6 +272,7 @@ def _gpu() -> KernelSet:
         captures=True,
         lora=lora,
         projected_mamba1=projected_mamba1,
+        streams=streams,
     )
     if importlib.util.find_spec("flashinfer") is None:
         from megatron_hybrid.kernels.paged_attention.triton import TritonAttention

@@ -42,6 +42,7 @@ class KernelPlans:
     attention: Mapping[str, Plan] = field(default_factory=dict)
     rotation: Mapping[str, Plan] = field(default_factory=dict)  # of the step's positions
     positions: Tensor | None = None  # [tokens], absolute; None where no token is real
+    token_ids: Tensor | None = None  # [tokens]
     # By kind of layer: one part, or the decodes and then the prompts.
     recurrent: Mapping[str, tuple[StepPart, ...]] = field(default_factory=dict)
     embeddings: Tensor | None = None  # [tokens, hidden], for blocks that read them again

@@ -36,6 +36,8 @@ class LayerContext:
     kv_dtype: torch.dtype
     # Tokens of a recurrent layer's chunk in batch-invariant mode; None: another mode.
     replay_chunk: int | None = None
+    # Of a model on a GPU: tables of embeddings that few rows of are read stay in the host's memory.
+    tables_on_host: bool = False
 
     def share(self, total: int, what: str, *, or_copy: bool = False) -> int:
         """This rank's part of so many `what`; `or_copy`: one at least, which several ranks have.

@@ -59,6 +59,7 @@ class RecurrentMixer(Mixer):
         super().__init__()
         self.layer = context.layer
         self.parallel = context.parallel
+        self.input_size = context.hidden_size  # numbers of a token that go in
         self.conv_sections = conv_sections
         channels = sum(conv_sections)
         self.conv_weight = parameter((channels, width), context.dtype)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.kernels.kernel_set import KernelSet
@@ -121,7 +120,8 @@ class _Gates(nn.Module):
         normed = self.norm(streams, kernels)
         low = kernels.linear.multiply(normed.flatten(1), self.down)
         rank = self.config.rank
-        gates = kernels.linear.multiply(F.silu(low[:, :rank]), self.up)
+        activated = kernels.activation.activate(low[:, :rank], "silu", False)
+        gates = kernels.linear.multiply(activated, self.up)
         return kernels.streams.gated_mean(gates.view_as(normed), normed), low[:, rank:]
 
 

@@ -20,6 +20,7 @@ from megatron_hybrid.layers.layer_norm import LayerNorm
 from megatron_hybrid.layers.linear import allocate_linears
 from megatron_hybrid.layers.mixer import LayerContext, Mixed, Mixer, added_up
 from megatron_hybrid.layers.moe import MoE
+from megatron_hybrid.layers.ngram_embedding import NGramEmbedding
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Parts, inner_parts, prefixed
 from megatron_hybrid.layers.shared_transformer import SharedTransformer, SharedTransformerUse
@@ -181,6 +182,18 @@ class StreamsBlock(Block):
         return None, self.streams.leave(residual, given, weights, plans.kernels)
 
 
+class AddedToStreams(Block):
+    """What a mixer that reads all residual streams adds to them, the same on every rank."""
+
+    mixer: NGramEmbedding
+
+    def forward(
+        self, mixed: Mixed | None, residual: Tensor, plans: KernelPlans
+    ) -> tuple[None, Tensor]:
+        """See StreamsBlock.forward."""
+        return None, residual + self.mixer(residual, plans)
+
+
 class SharedTransformerBlock(Block):
     """x + mixer(norm(x + transformer(x))): the transformer's result is no part of the sum."""
 
@@ -234,6 +247,7 @@ class BlockBuilder:
     kv_dtype: torch.dtype
     formats: ModelFormats = in_one_type
     replay_chunk: int | None = None  # of LayerContext
+    tables_on_host: bool = False  # of LayerContext
     shared: dict[int, SharedTransformer] = field(default_factory=dict)
 
     def norm(self, index: int = 0) -> RMSNorm:
@@ -273,7 +287,24 @@ class BlockBuilder:
             self.ssm_states_dtype,
             self.kv_dtype,
             self.replay_chunk,
+            self.tables_on_host,
         )
+
+    def _on_streams(
+        self,
+        norm: RMSNorm | None,
+        mixer: Mixer,
+        ranks: RankGroup,
+        entering: Addend,
+        context: LayerContext,
+    ) -> Block:
+        """A block of a model with several residual streams."""
+        streams = self.config.streams
+        assert streams is not None
+        if isinstance(mixer, NGramEmbedding):
+            return AddedToStreams(None, mixer, ranks, entering)
+        norm = norm if streams.has_norms else None
+        return StreamsBlock(norm, mixer, ranks, entering, streams.connection(context))
 
     def block(self, index: int, letter: str | None = None) -> Block:
         """Block `index` of the whole model, or behind it one of this kind. Raises
@@ -288,9 +319,7 @@ class BlockBuilder:
             post_norm = self.norm() if form.post_norm else None
             kind = MoEBlock if isinstance(mixer, MoE) else Block
             if config.streams is not None:
-                connection = config.streams.connection(context)
-                norm = norm if config.streams.has_norms else None
-                block: Block = StreamsBlock(norm, mixer, ranks, entering, connection)
+                block: Block = self._on_streams(norm, mixer, ranks, entering, context)
             elif index == 0 and config.embedding_norm:
                 entry = FirstBlock(self.norm(), mixer, ranks, entering)
                 entry.embedding_norm = self.norm()

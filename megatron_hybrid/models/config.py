@@ -37,7 +37,7 @@ _DTYPES = {
 MAMBA, ATTENTION, DENSE_MLP, EXPERTS, GATED_DELTA_NET = "M", "*", "-", "E", "G"
 MAMBA1, SHORT_CONV, SIDE_BY_SIDE, SHARED_TRANSFORMER = "S", "C", "H", "Z"
 LATENT_ATTENTION, KIMI_DELTA_ATTENTION, LIGHTNING_ATTENTION = "A", "K", "N"
-SLIDING_ATTENTION = "L"
+SLIDING_ATTENTION, NGRAM_EMBEDDING = "L", "P"
 # With an index; latent attention that shares the index of an earlier layer.
 INDEXED_ATTENTION, INDEXED_LATENT_ATTENTION, SHARED_INDEX = "Q", "D", "J"
 INDEXED = frozenset({INDEXED_ATTENTION, INDEXED_LATENT_ATTENTION, SHARED_INDEX})
@@ -108,6 +108,7 @@ class HybridModelConfig:
         L  attention with a sliding window (local)
         Q  attention with an index              D  latent attention with an index (DeepSeek's)
         J  the same that shares an earlier layer's index
+        P  embeddings of n-grams, into several residual streams (per layer)
 
     Every block is x + residual_multiplier * mixer(norm(x)), or as its BlockForm says. The
     description of a kind of block is None when the pattern has none of it; `others` has those of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -44,6 +43,7 @@ from megatron_hybrid.models.config import SHARED_TRANSFORMER, HybridModelConfig
 from megatron_hybrid.models.hidden import Hidden
 from megatron_hybrid.models.mtp import MTPHead
 from megatron_hybrid.models.stages import ModelStages
+from megatron_hybrid.models.weight_bytes import weight_bytes
 from megatron_hybrid.parallel import ParallelContext, VocabParallelEmbedding
 
 
@@ -66,11 +66,12 @@ class HybridModel(nn.Module):
         mtp: bool = False,
         formats: ModelFormats = in_one_type,
         replay_chunk: int | None = None,
+        tables_on_host: bool = False,
     ) -> None:
         """`kv_dtype`: that keys and values are stored in; None: `dtype`. `mtp`: with the head that
         the configuration describes, for a model of one stage. `formats`: of the weights of linear
-        layers. `replay_chunk`: of LayerContext. Raises ConfigurationError for a model that is not
-        supported."""
+        layers. `replay_chunk`, `tables_on_host`: of LayerContext. Raises ConfigurationError for a
+        model that is not supported."""
         super().__init__()
         self.config = config
         self.parallel = parallel
@@ -92,6 +93,7 @@ class HybridModel(nn.Module):
                 kv_dtype or dtype,
                 formats,
                 replay_chunk,
+                tables_on_host=tables_on_host,
             )
 
         vocabulary_bytes = padded_vocab // tensor.size * config.hidden_size * dtype.itemsize
@@ -201,16 +203,7 @@ class HybridModel(nn.Module):
 
     def weight_bytes(self) -> dict[str, int]:
         """What this rank's weights take, by the format that they are kept in."""
-        found = Counter[str]()
-        for layer in self.modules():
-            if isinstance(layer, Linear):
-                kept = list(layer.kept_bytes())
-            else:
-                own = layer.parameters(recurse=False)
-                kept = [(str(weight.dtype), weight.nbytes) for weight in own]
-            for name, size in kept:
-                found[name.removeprefix("torch.")] += size
-        return dict(found)
+        return weight_bytes(self)
 
     def own_blocks(self) -> Iterator[tuple[int, Block]]:
         """This stage's, with their indices in the whole model."""
@@ -324,7 +317,12 @@ class HybridModel(nn.Module):
         residual, mixed, embeddings = self._embed(inputs) if entering is None else entering
         kept: list[Tensor] | None = None if plans.caches.routed is None else []
         plans = replace(
-            plans, embeddings=embeddings, most_tokens=most, all_to_all=size.all_to_all, chosen=kept
+            plans,
+            embeddings=embeddings,
+            most_tokens=most,
+            all_to_all=size.all_to_all,
+            chosen=kept,
+            token_ids=inputs.token_ids,
         )
         for index, block in self.own_blocks():
             mixed, residual = block(mixed, residual, plans)
@@ -416,10 +414,10 @@ class HybridModel(nn.Module):
             kind: layer.plan(1, runs, None, self.kernels, caches.ring_length)
             for kind, layer in self._recurrent.items()
         }
-        plans = KernelPlans(caches, self.kernels, recurrent=recurrent)
-        nothing = caches.end_logits.new_zeros((1, self.config.hidden_size), dtype=self.dtype)
+        padding = caches.end_logits.new_zeros((1,), dtype=torch.int64)  # of one token
+        plans = KernelPlans(caches, self.kernels, recurrent=recurrent, token_ids=padding)
         for layer in self._recurrent_layers():
-            layer(nothing, plans)  # one token of padding
+            layer(padding.new_zeros((1, layer.input_size), dtype=self.dtype), plans)
 
     @property
     def attention_kinds(self) -> Mapping[str, CachedAttention]:

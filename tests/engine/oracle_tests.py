@@ -33,6 +33,7 @@ KINDS = {
     "latent": ("kimi_linear", "bailing_hybrid"),
     "indexed": ("glm5_next",),
     "lightning": ("minimax", "bailing_moe_linear", "bailing_moe_v2_5"),
+    "streams": ("qwen4_exp",),
     "windows": ("lfm3", "window_alone", "window_and_conv", "window_and_full"),
 }
 # An LFM3's layers.

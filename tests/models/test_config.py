@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,21 @@ def test_nemotron_options_that_are_refused(
         ("zamba2", {"num_key_value_heads": 2}, "use_shared_attention_adapter with 2 KV heads"),
         ("qwen3_next", {"layer_types": ["mamba"]}, "type 'mamba'"),
         ("qwen3_5", {"rope_parameters": {"rope_type": "yarn"}}, "'yarn'"),
+        ("qwen4_exp", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("qwen4_exp", {"layer_types": ["conv"]}, "type 'conv'"),
+        ("qwen4_exp", {"num_hidden_layers": 5}, "has 4 layers, num_hidden_layers is 5"),
+        ("qwen4_exp", {"output_gate_type": "tanh"}, "output_gate_type = 'tanh'"),
+        ("qwen4_exp", {"ple_layer_ids": [2]}, "layer 2 is none"),
+        ("qwen4_exp", {"ple_layer_ids": [9]}, "layer 9 is none"),
+        ("qwen4_exp", {"ple_layer_ids": [0]}, "layer 0 is none"),
+        ("qwen4_exp", {"ple_embed_dim": 90}, "90, which 8 heads"),
+        ("qwen4_exp", {"ngram_size": 1}, "96, which 0 heads"),
+        ("qwen4_exp", {"eos_token_id": None}, "has no 'eos_token_id'"),
+        ("qwen4_exp", {"hc_count": 1}, "hc_count .* is 1"),
+        ("qwen4_exp", {"indexer_kv_heads": 2}, "indexer_kv_heads = 2"),
+        ("qwen4_exp", {"indexer_n_heads": None}, "has no 'indexer_n_heads'"),
+        ("qwen4_exp", {"indexer_budget": 18}, "18; it must be a multiple of .* 4"),
+        ("qwen4_exp", {"indexer_head_dim": 2}, "2; it must be at least the 4 numbers"),
         ("olmo_hybrid", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("olmo_hybrid", {"layer_types": ["conv"]}, "type 'conv'"),
         ("olmo_hybrid", {"linear_use_gate": False}, "linear_use_gate = False"),
@@ -226,6 +242,24 @@ def test_layers_that_old_folders_count_instead_of_listing(tiny: Tiny, tmp_path: 
     read = [ModelFolder.open(write(tmp_path, values)).config for values in (lfm2, qwen)]
     assert read[0] == ModelFolder.open(tiny("lfm2").folder).config
     assert read[1].pattern == "GE*-GE*E"
+
+
+def test_a_qwen4_that_says_little_has_the_usual_layers(tiny: Tiny, tmp_path: Path) -> None:
+    """Attention always has an index, and a head that is there gives no drafts."""
+    values = values_of(tiny("qwen4_exp"))
+    expected = ModelFolder.open(tiny("qwen4_exp").folder).config
+    assert expected.pattern == "PGEQEPGEGE" and expected.mtp is None
+    kinds = [name.replace("indexed", "full") for name in values["layer_types"]]
+    again = values | {"layer_types": kinds, "eos_token_id": [7, 3]}
+    read = ModelFolder.open(write(tmp_path, again)).config
+    assert replace(read, eos_token_ids=(7,)) == expected
+    short = values | {"layer_types": None, "num_hidden_layers": 6, "ple_layer_ids": None}
+    short |= {"mtp_num_hidden_layers": 1, "output_gate_type": None}
+    read = ModelFolder.open(write(tmp_path, short)).config
+    assert read.pattern == "GEGEGEQEGEGE" and read.mtp is not None
+    assert "residual streams" in read.mtp.unsupported
+    net = read.gated_delta_net
+    assert net is not None and net.gate_activation == "silu"
 
 
 def test_an_lfm3_that_says_little_has_the_usual_layers_and_rotations(
@@ -322,6 +356,7 @@ def test_dtypes_by_name() -> None:
         ("mamba", 3, "--tensor-model-parallel-size 3 does not divide .* 128 Mamba channels"),
         ("qwen3_5", 4, "--tensor-model-parallel-size 4 does not divide .* 2 key heads"),
         ("lfm2", 3, "--tensor-model-parallel-size 3 does not divide .* 64 channels"),
+        ("qwen4_exp", 8, "--tensor-model-parallel-size 8 does not divide"),
         ("zamba", 8, "--tensor-model-parallel-size 8 does not divide .* 4 Mamba heads"),
         ("recurrent_gemma", 3, "--tensor-model-parallel-size 3 does not divide .* 4 heads of the"),
         ("xlstm", 8, "--tensor-model-parallel-size 8 does not divide .* 4 heads of the mLSTM"),

@@ -303,6 +303,39 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen4 with biases, other sizes of n-grams, a tied head, most gates": (
+        "qwen4_exp",
+        {
+            "attention_bias": True,
+            "hc_count": 2,
+            "ngram_size": 4,
+            "heads_per_ngram": 2,
+            "ple_conv_kernel_size": 3,
+            "ple_layer_ids": [3, 4],
+            "split_ngram_parts": 1,
+            "make_ngram_vocab_size_divisible_by": 7,
+            "output_gate_type": None,
+            "tie_word_embeddings": True,
+            "eos_token_id": [126, 3],
+            "seed": 5,
+            "indexer_budget": 24,
+            "indexer_compress_ratio": 8,
+        },
+    ),
+    "qwen4 without n-grams, of one tap, an odd number of heads": (
+        "qwen4_exp",
+        {
+            "ple_layer_ids": [],
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "norm_topk_prob": False,
+            "hc_lowrank": 1,
+        },
+    ),
+    "qwen4 whose n-grams are pairs, with one tap": (
+        "qwen4_exp",
+        {"ngram_size": 2, "ple_conv_kernel_size": 1, "ple_embed_dim": 8, "eos_token_id": 55},
+    ),
     "lfm2 with biases, sizes as they are": (
         "lfm2",
         {

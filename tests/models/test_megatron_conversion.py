@@ -48,6 +48,7 @@ EXPRESSIBLE: dict[str, dict[str, Any]] = {
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmo_hybrid", {}, "norms behind its layers"),
     ("minimax", {}, "lightning attention"),
+    ("qwen4_exp", {}, "several residual streams"),
     ("falcon_h1", {}, "side by side"),
     ("zamba2", {}, "layers share"),
     ("mamba", {}, "Mamba1"),

@@ -55,6 +55,7 @@ SPEECH: dict[str, Any] = {
 WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", "qwen3_5", QWEN_VISION),
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", QWEN_VISION),
+    "qwen4_exp": ("Qwen4ExpForConditionalGeneration", "qwen4_exp", QWEN_VISION),
     "minicpmv4_6": ("MiniCPMV4_6ForConditionalGeneration", "qwen3_5", MINICPM_VISION),
     "minicpmv4_7": ("MiniCPMV4_7ForConditionalGeneration", "qwen3_5", MINICPM_VISION),
     "minicpm_ocr": ("MiniCPMOcrForConditionalGeneration", "qwen3_5", MINICPM_VISION),

@@ -220,6 +220,7 @@ class Overwriting:
     [
         ("nemotron_h", "bfloat16", {"residual_in_fp32": True}),
         ("granite_moe_hybrid", "float32", {}),
+        ("qwen4_exp", "float32", {}),
         (
             "zamba2",
             "float32",

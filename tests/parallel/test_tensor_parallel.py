@@ -58,6 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax": ("minimax", {"num_attention_heads": 6, "num_key_value_heads": 1, "vocab_size": 163}),
     "lfm2": ("lfm2", {"conv_bias": True}),
     "lfm2_moe": ("lfm2_moe", {}),
+    "qwen4_exp": ("qwen4_exp", {"num_key_value_heads": 1, "vocab_size": 163}),
     "lfm3": ("lfm3", {"num_key_value_heads": 1, "vocab_size": 163}),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen3": ("qwen3", {"vocab_size": 161, "tie_word_embeddings": True}),

@@ -36,6 +36,11 @@ class Streams(Protocol):
         """after_j * x + sum over i of mixing_ij * streams_i: x [tokens, hidden] -> as the streams,
         whose place the result may take."""
 
+    def keyed(self, key: Tensor, query: Tensor, value: Tensor) -> Tensor:
+        """sigmoid(s(key_i . query_i / sqrt(hidden))) * value for each stream i, where s(a) is
+        sign(a) * sqrt(|a|), of at least 1e-6: key and query [tokens, streams, hidden], value
+        [tokens, hidden] (rows may be strided) -> [tokens, streams, hidden]."""
+
     def balanced(self, logits: Tensor, streams: int, iterations: int, eps: float) -> StreamWeights:
         """The weights of manifold-constrained hyper-connections (Xie et al., "mHC", arXiv
         2512.24880): logits [tokens, (2 + streams) * streams] float32, those of `before`, `after`

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megatron_hybrid.kernels.elementwise import sigmoid
 from megatron_hybrid.kernels.streams.protocol import StreamWeights
 
 
 def gated_mean(gates: Tensor, streams: Tensor) -> Tensor:
     """As in Streams."""
-    return gates.float().sigmoid_().mul_(streams).mean(dim=1).to(streams.dtype)
+    return sigmoid(gates.float()).mul_(streams).mean(dim=1).to(streams.dtype)
 
 
 def weighted(streams: Tensor, weights: Tensor) -> Tensor:
@@ -19,7 +20,7 @@ def weighted(streams: Tensor, weights: Tensor) -> Tensor:
 
 def injected(streams: Tensor, x: Tensor, gates: Tensor) -> Tensor:
     """As in Streams."""
-    weights = 2 * gates.float().sigmoid()
+    weights = 2 * sigmoid(gates.float())
     return (weights[:, :, None] * x[:, None]).add_(streams).to(streams.dtype)
 
 
@@ -31,12 +32,21 @@ def mixed(streams: Tensor, x: Tensor, weights: StreamWeights) -> Tensor:
     return total.to(streams.dtype)
 
 
+def keyed(key: Tensor, query: Tensor, value: Tensor) -> Tensor:
+    """As in Streams."""
+    alike = (key.float() * query).sum(dim=2, keepdim=True) / key.shape[2] ** 0.5
+    gates = sigmoid(alike.abs().clamp_min(1e-6).sqrt() * alike.sign())
+    return (gates * value[:, None]).to(value.dtype)
+
+
 def balanced(logits: Tensor, streams: int, iterations: int, eps: float) -> StreamWeights:
     """As in Streams."""
     before, after, mixing = logits.split([streams, streams, streams * streams], dim=1)
-    rows = mixing.unflatten(1, (streams, streams)).softmax(dim=2) + eps
+    rows = mixing.unflatten(1, (streams, streams))
+    rows = (rows - rows.amax(dim=2, keepdim=True)).exp()
+    rows = rows / rows.sum(dim=2, keepdim=True) + eps
     rows = rows / (rows.sum(dim=1, keepdim=True) + eps)
     for _ in range(iterations - 1):
         rows = rows / (rows.sum(dim=2, keepdim=True) + eps)
         rows = rows / (rows.sum(dim=1, keepdim=True) + eps)
-    return StreamWeights(before.sigmoid() + eps, 2 * after.sigmoid(), rows)
+    return StreamWeights(sigmoid(before) + eps, 2 * sigmoid(after), rows)

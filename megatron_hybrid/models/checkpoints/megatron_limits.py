@@ -48,6 +48,8 @@ def check_expressible(config: HybridModelConfig) -> None:
 
 def _reasons(config: HybridModelConfig) -> Iterator[str]:
     """What the model has and Megatron has not."""
+    if config.streams is not None:
+        yield "several residual streams"
     yield from (kind for letter, kind in _LAYERS.items() if letter in config.pattern)
     if GATED_DELTA_NET in config.pattern and not is_gpt_pattern(config.pattern) and config.rope:
         yield "rotary positions in a HybridModel with gated delta nets"

@@ -130,6 +130,7 @@ def check_placed(
         source.check_all_used(everywhere)
         if reads:
             source.check_rotary_tables()
+            source.check_constants()
             for one in placed:
                 check_values(source, one)
     except Exception as error:  # of tensors in memory each rank has its own
@@ -157,7 +158,8 @@ def put_all(placed: list[Placed], source: WeightSource, progress: bool = False) 
     # the last ranks may have nothing of a small vocabulary
     wanted = [one for one in placed if all(rows.start < rows.stop for rows in one.part.source)]
     put = partial(put_one, source)
-    device = wanted[0].part.target.device if wanted else torch.device("cpu")
+    devices = {one.part.target.device for one in wanted}  # some weights may stay on the host
+    device = max(devices, key=lambda one: one.type == "cuda", default=torch.device("cpu"))
     done: Iterable[None]
     if device.type == "cuda" and source.reads_side_by_side:
         done = on_lanes(put, wanted, device)
@@ -177,7 +179,8 @@ def put_one(
     part, quantized = one.part, one.quantized
     target = part.target
     if quantized is None:
-        part.put(upload(_read(source, part, one.place)))
+        values = _read(source, part, one.place)
+        part.put(values if target.device.type == "cpu" else upload(values))
         return
     rows, columns = part.source
     if isinstance(target, QuantizedWeight) and _lies_within(target.format, quantized):

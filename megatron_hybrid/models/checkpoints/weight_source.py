@@ -141,6 +141,21 @@ class WeightSource(ABC):
                 "says."
             )
 
+    def check_constants(self) -> None:
+        """Raise WeightsError for one of Family.constants that is not what the configuration
+        makes."""
+        for name, expected in family_of(self.config.model_type).constants(self.config).items():
+            if name not in self.names:
+                continue
+            whole = tuple(slice(0, size) for size in expected.shape)
+            if self.shape(name) != tuple(expected.shape) or not torch.equal(
+                self.read(name, whole).cpu(), expected
+            ):
+                raise WeightsError(
+                    f"Weight {self.names[name]!r} in {self.where} holds other numbers than the "
+                    f"configuration of this {self.config.model_type} model makes."
+                )
+
 
 class FolderSource(WeightSource):
     """The safetensors of a Hugging Face folder, whose files are open with their headers checked."""

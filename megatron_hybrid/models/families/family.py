@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
+
+from torch import Tensor
 
 from megatron_hybrid.models.config import (
     ATTENTION,
@@ -87,6 +90,11 @@ class Family(ABC):
         what is in none of them has a role that begins with "mtp.", and the number of the head's
         first or last block."""
         return [Location(self.name_in(f"{self.layers}.{block}", role))]
+
+    def constants(self, config: HybridModelConfig) -> Mapping[str, Tensor]:
+        """What the model makes of its configuration, by the names of tensors that a checkpoint may
+        have of it, and `ignores` must know: those have to be the same."""
+        return {}
 
     def name_in(self, layer: str, role: str) -> str:
         """The usual name of a role in a layer of one block."""

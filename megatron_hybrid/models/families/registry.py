@@ -21,6 +21,7 @@ from megatron_hybrid.models.families.minimax import MiniMax
 from megatron_hybrid.models.families.nemotron_h import NemotronH
 from megatron_hybrid.models.families.olmo_hybrid import OlmoHybrid
 from megatron_hybrid.models.families.qwen3_next import Qwen3Next, Qwen35
+from megatron_hybrid.models.families.qwen4_exp import Qwen4Exp
 from megatron_hybrid.models.families.recurrent_gemma import RecurrentGemma
 from megatron_hybrid.models.families.rwkv import Rwkv
 from megatron_hybrid.models.families.text_part import USUAL_NAMES, TextPart
@@ -40,6 +41,7 @@ FAMILIES: tuple[Family, ...] = (
     Mamba2(),
     Qwen3Next(),
     Qwen35(),
+    Qwen4Exp(),
     OlmoHybrid(),
     MiniMax(),
     BailingLinear(),
@@ -70,6 +72,7 @@ TEXT_PARTS: tuple[TextPart, ...] = (
     ),
     TextPart(Qwen35(), ("minicpm_ocr",), tied=True),
     TextPart(Glm5Next(), ("glm5_next",), tied=False),
+    TextPart(Qwen4Exp(), ("qwen4_exp",), tied=False),
     TextPart(Lfm2(), ("lfm2_vl",), tied=True),
     TextPart(
         NemotronH(),
