@@ -11,7 +11,6 @@ from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.models.config import (
     IN_PLAIN_TORCH,
-    INDEXED,
     WITH_EXPONENTS,
     HybridModelConfig,
 )
@@ -30,8 +29,6 @@ def kernels_for(config: EngineConfig, model: HybridModelConfig, device: torch.de
     reason = None
     if kinds & IN_PLAIN_TORCH:
         reason = "recurrences that are computed in plain torch alone"
-    elif kinds & INDEXED and device.type == "cuda":
-        reason = "attention with an index, which is computed in plain torch alone"
     elif head > WIDEST_HEAD and device.type == "cuda":
         reason = f"attention heads of {head} numbers, more than {WIDEST_HEAD}"
     if reason is not None and config.kernels == "libraries":

@@ -30,6 +30,7 @@ PARAMETERS = {
     "bamba-9b": (9.78, "model card"),
     "falcon-h1-7b": (7.59, "Falcon-H1 report; 7 B in the model card"),
     "falcon-mamba-7b": (7.27, "Hub"),
+    "glm-5.3-flash": (313.3, "313.33 in transformers' class"),
     "granite-4.0-h-tiny": (6.94, "Hub"),
     "jamba-mini-1.6": (51.6, "Hub; 52 B in the model card"),
     "kimi-linear-48b-a3b": (49.1, "48 B in the model card; 49.12 in transformers' class"),

@@ -59,6 +59,22 @@ WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "minicpmv4_6": ("MiniCPMV4_6ForConditionalGeneration", "qwen3_5", MINICPM_VISION),
     "minicpmv4_7": ("MiniCPMV4_7ForConditionalGeneration", "qwen3_5", MINICPM_VISION),
     "minicpm_ocr": ("MiniCPMOcrForConditionalGeneration", "qwen3_5", MINICPM_VISION),
+    "glm5_next": (
+        "Glm5NextForConditionalGeneration",
+        "glm5_next",
+        {
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "intermediate_size": 48,
+                "out_hidden_size": 64,
+                "projection_intermediate_size": 48,
+                "patch_size": 4,
+                "image_size": 16,
+            },
+        },
+    ),
     "lfm2_vl": ("Lfm2VlForConditionalGeneration", "lfm2", {"vision_config": ENCODER}),
     "nemotron_h_omni": (
         "NemotronH_Omni_Reasoning_V3",
