@@ -4,7 +4,7 @@ token in float64: from all raw entries, group by group, as the papers' formulas 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape, IndexShape, KVCache, PagedHost
+from megatron_hybrid.kernels.indexed_attention import reference
 from megatron_hybrid.kernels.indexed_attention.protocol import (
     GatedPool,
     IndexNorm,
@@ -45,6 +46,31 @@ def indexed_shape(
         heads, kv_heads, head_dim, 0.9 * head_dim**-0.5, block_size, dtype, dtype,
         value_dim=value_dim, index=index,
     )  # fmt: skip
+
+
+class Last(NamedTuple):
+    """A step's plan, its index queries as they choose, their heads' weights, and where it began in
+    each sequence."""
+
+    plan: Any
+    chooses: Tensor
+    weights: Tensor | None
+    begins: list[int]
+
+
+class Prepared(NamedTuple):
+    """A step's plan, and its tokens."""
+
+    plan: Any
+    positions: Tensor
+    places: Tensor
+    begins: list[int]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    entries: Tensor
+    index_query: Tensor
+    weights: Tensor
 
 
 @dataclass
@@ -91,6 +117,7 @@ class Sequences:
             self.value = [one[..., : shape.value_dim] for one in self.key]
         self.cache = KVCache(key, value, index=entries)
         self.done = [0] * len(self.lengths)
+        self.most_blocks = 0  # not 0: steps are static
 
     @property
     def index(self) -> IndexShape:
@@ -100,11 +127,14 @@ class Sequences:
     def step(self, counts: Sequence[int], kernels: Kernels, weights: Any = None) -> Tensor:
         """The next tokens of each sequence, so many -> what attention gives. `weights`: of latent
         attention."""
+        return self.run(self.prepare(counts, kernels), kernels, weights)
+
+    def prepare(self, counts: Sequence[int], kernels: Kernels) -> Prepared:
+        """The same, on the host: all that follows can be captured."""
         begins = list(self.done)
         self.done = [a + n for a, n in zip(begins, counts, strict=True)]
         size = self.shape.block_size
-        lengths = np.maximum(self.done, 1)
-        host = PagedHost.of(np.array(counts), lengths, self.table, size)
+        host = PagedHost.of(np.array(counts), np.maximum(self.done, 1), self.table, size)
         places = [
             self.table[row, np.arange(a, b) // size] * size + np.arange(a, b) % size
             for row, (a, b) in enumerate(zip(begins, self.done, strict=True))
@@ -112,32 +142,44 @@ class Sequences:
         decodes = next((i for i, n in enumerate(counts) if n != 1), len(counts))
         kv_slot = torch.from_numpy(np.concatenate(places))
         paged = paged_sequences(host, kv_slot, decodes, self.device)
+        if self.most_blocks:
+            paged = replace(paged, static=True, most_blocks=self.most_blocks)
         positions = torch.cat([torch.arange(a, b) for a, b in zip(begins, self.done, strict=True)])
-        positions = positions.to(paged.kv_slot)
 
         def of(parts: list[Tensor]) -> Tensor:
             return torch.cat([one[a:b] for one, a, b in zip(parts, begins, self.done, strict=True)])
 
-        attention, indexed = kernels
-        plan = indexed.plan(paged, self.shape, attention.plan(paged, self.shape))
-        query, key, value = of(self.query), of(self.key), of(self.value)
-        self._append(key, value, kv_slot)
-        entries = of(self.entries)
-        wide = torch.cat([entries, torch.full_like(entries, torch.nan)], 1)  # rows are strided
-        own = wide[:, : entries.shape[1]]
-        indexed.store(own, self.pool, positions, self.cache, plan)
+        every = kernels.attention.plan(paged, self.shape)
+        self.stepped = of(self.query)
+        return Prepared(
+            kernels.indexed.plan(paged, self.shape, every),
+            positions.to(paged.kv_slot),
+            kv_slot.to(self.device),
+            begins,
+            *map(of, (self.query, self.key, self.value, self.entries, self.index_query)),
+            of(self.weights),
+        )
+
+    def run(self, step: Prepared, kernels: Kernels, weights: Any = None) -> Tensor:
+        """What attention gives."""
+        indexed, plan = kernels.indexed, step.plan
+        self._append(step.key, step.value, step.places)
+        # rows are strided
+        wide = torch.cat([step.entries, torch.full_like(step.entries, torch.nan)], 1)
+        own = wide[:, : step.entries.shape[1]]
+        indexed.store(own, self.pool, step.positions, self.cache, plan)
         if self.gated:
-            chooses, by = of(self.index_query), of(self.weights)
+            chooses, by = step.index_query, step.weights
         else:
             assert isinstance(self.pool, MeanPool)
-            chooses, by = indexed.turn(of(self.index_query), self.pool.norm, positions), None
+            chooses, by = indexed.turn(step.index_query, self.pool.norm, step.positions), None
         indexed.select(chooses, by, self.cache, plan)
+        self.last = Last(plan, chooses, by, step.begins)
         if weights is not None:
-            return indexed.attend_latents(query, weights, self.cache, plan)
-        return indexed.attend(query, self.cache, plan)
+            return indexed.attend_latents(step.query, weights, self.cache, plan)
+        return indexed.attend(step.query, self.cache, plan)
 
     def _append(self, key: Tensor, value: Tensor, places: Tensor) -> None:
-        places = places.to(self.device)
         self.cache.key.flatten(0, 1)[places] = key
         if self.shape.value_dim is None:
             self.cache.value.flatten(0, 1)[places] = value
@@ -177,6 +219,62 @@ class Sequences:
             keys, gates = own.chunk(2, dim=1)
             return ((gates + self.pool.bias.double().cpu()).softmax(0) * keys).sum(0)
         return by_hand(own.mean(0)[None], self.pool.norm, number * group)[0]
+
+
+def check_choices(own: Sequences, found: Tensor, tolerance: float) -> None:
+    """Of the last step, in any type and of any length: each group's key against the reference's,
+    that none which was left out has a higher score by what the cache holds, and the result of
+    attention to what was chosen, in float64."""
+    shape, index, last = own.shape, own.index, own.last
+    done, cache = 0, own.cache
+    assert cache.index is not None
+    each = shape.heads // shape.kv_heads
+    for row, (begin, end) in enumerate(zip(last.begins, own.done, strict=True)):
+        count, whole = end - begin, end // index.group
+        tokens = slice(done, done + count)
+        done += count
+        if not count:
+            continue
+        at = torch.arange(end)
+        table = torch.from_numpy(own.table[row])
+        places = (table[at // shape.block_size] * shape.block_size + at % shape.block_size).to(
+            found.device
+        )
+        stored = cache.index.flatten(0, 1)[places]
+        groups = stored[index.group - 1 :: index.group][:whole, : index.dim]
+        first = torch.arange(whole, device=found.device) * index.group
+        entries = own.entries[row][: whole * index.group].unflatten(0, (whole, index.group))
+        limit = 1e-4 if shape.dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(
+            groups.float(),
+            reference.pooled(entries, own.pool, first).float(),
+            atol=limit,
+            rtol=limit,
+        )
+        position = torch.arange(begin, end, device=found.device)
+        seen = position + 1
+        scores = torch.einsum("thd,gd->thg", last.chooses[tokens].double(), groups.double()).relu()
+        if last.weights is not None:
+            scores *= last.weights[tokens].double()[:, :, None]
+        scores = scores.sum(1)
+        chosen = last.plan.chosen[tokens].long()
+        there = first[None] < (seen // index.group * index.group)[:, None]
+        taken = torch.zeros((count, whole + 1), dtype=torch.bool, device=found.device)
+        taken.scatter_(1, torch.where(chosen < 0, whole, chosen), True)
+        taken = taken[:, :whole]
+        assert torch.equal(taken.sum(1), (seen // index.group).clamp(max=index.chosen))
+        assert not (taken & ~there).any()
+        least = scores.masked_fill(~taken, torch.inf).amin(1)
+        most = scores.masked_fill(taken | ~there, -torch.inf).amax(1)
+        assert (least >= most - 1e-4 * scores.abs().amax()).all()
+        sees = reference.sees(chosen, seen, torch.arange(end, device=found.device), index.group)
+        key, value = (
+            part[row][:end].double().repeat_interleave(each, 1) for part in (own.key, own.value)
+        )
+        logits = torch.einsum("qhd,khd->hqk", own.query[row][begin:end].double(), key) * shape.scale
+        weights = logits.masked_fill(~sees, -torch.inf).softmax(-1)
+        wanted = torch.einsum("hqk,khd->qhd", weights, value)
+        torch.testing.assert_close(found[tokens].double(), wanted, atol=tolerance, rtol=tolerance)
 
 
 def by_hand(x: Tensor, norm: IndexNorm, position: int) -> Tensor:

@@ -29,6 +29,7 @@ from tests.kernels.dots_in_order import dots_in_order as dots_in_order  # noqa: 
 from tests.kernels.indexed_cases import (  # noqa: E402
     Kernels,
     check,
+    check_choices,
     indexed_shape,
     latent_weights,
     sequences,
@@ -77,6 +78,15 @@ def test_groups_of_any_size_and_tokens_a_few_at_a_time() -> None:
     index = IndexShape(heads=5, dim=6, group=3, chosen=2)
     shape = indexed_shape(index, heads=3, kv_heads=1, block_size=6)
     check(triton_kernels(scores=40), [(19, 1), (1, 11), (3, 1)], True, shape)
+
+
+@POOLS
+def test_none_that_is_left_out_has_a_higher_score(gated: bool) -> None:
+    """In float16, by what the cache holds."""
+    shape = indexed_shape(dtype=torch.float16)
+    own = sequences([25, 40], gated, shape)
+    for counts in [(20, 39), (5, 1)]:
+        check_choices(own, own.step(counts, triton_kernels(True)), 1e-2)
 
 
 def test_latents() -> None:
