@@ -105,7 +105,7 @@ def attend_latents(
 
 def _selected(plan: IndexedPlan) -> AttentionPlan:
     assert plan.chosen is not None
-    return replace(plan.every, groups=_Masked(plan.every.groups, plan.chosen, plan.index))
+    return replace(plan.every, groups=_Masked(plan.every.groups, plan.chosen, plan.index.group))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class _Masked(Sequence[Queries]):
 
     groups: Sequence[Queries]
     chosen: Tensor
-    index: IndexShape
+    group_size: int
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -124,7 +124,7 @@ class _Masked(Sequence[Queries]):
         own = self.chosen[queries.first : queries.first + len(queries.last_key)]
         most = int(queries.last_key.max()) // KEYS * KEYS + KEYS
         positions = torch.arange(most, device=own.device)
-        seen = sees(own, queries.last_key + 1, positions, self.index.group)
+        seen = sees(own, queries.last_key + 1, positions, self.group_size)
         tiles = []
         for part, (active, rows, _) in zip(seen.split(KEYS, 1), queries.tiles, strict=True):
             seen_of = part.index_select(0, active)

@@ -213,7 +213,7 @@ def _selected(plan: IndexedPlan) -> AttentionPlan:
     """Of attention to what was chosen."""
     if plan.chosen is None:
         return plan.every
-    return replace(plan.every, groups=_Masked(plan.tiles, plan.chosen, plan.index))
+    return replace(plan.every, groups=_Masked(plan.tiles, plan.chosen, plan.index.group))
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ class _Masked(Sequence[Group]):
 
     tiles: Sequence[Tile]
     chosen: Tensor
-    index: IndexShape
+    group_size: int
 
     def __len__(self) -> int:
         return len(self.tiles)
@@ -236,7 +236,7 @@ class _Masked(Sequence[Group]):
             attention.take(self.chosen, group.queries),
             seen.flatten(),
             torch.arange(group.shape[2], device=seen.device),
-            self.index.group,
+            self.group_size,
         )
         return replace(group, mask=mask.view(group.shape)[:, None], causal=False)
 
