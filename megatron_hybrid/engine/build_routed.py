@@ -12,7 +12,7 @@ from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.routed_reader import RoutedReader
 from megatron_hybrid.layers.inputs import RoutedSpec
-from megatron_hybrid.models.config import EXPERTS, HybridModelConfig
+from megatron_hybrid.models.config import EXPERTS, WITH_KV, HybridModelConfig
 from megatron_hybrid.models.families.registry import family_of
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.routed_experts import FLAG
@@ -28,7 +28,7 @@ def check_routed_experts(config: EngineConfig, model: HybridModelConfig) -> None
         raise ConfigurationError(
             f"{FLAG} is given, but the model ({model.model_type}) has no experts; leave it out."
         )
-    if model.attention is None:
+    if not set(model.pattern) & WITH_KV:
         raise ConfigurationError(
             f"{FLAG} is given, but the model ({model.model_type}) has no attention, beside whose "
             "keys and values experts are kept; leave it out."

@@ -12,7 +12,6 @@ from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.kernels.linear.whole_tiles import places_matter
 from megatron_hybrid.layers.latent_attention import LatentAttention
 from megatron_hybrid.layers.moe import MoE
-from megatron_hybrid.layers.streams import Connection, StreamsHead
 from megatron_hybrid.models.config import (
     GATED_DELTA_NET,
     MAMBA,
@@ -44,7 +43,7 @@ def check_products(config: EngineConfig, model: HybridModel, device: torch.devic
         return
     weights = [weight for weight, _ in model.plain_weights()]
     for layer in model.modules():
-        if isinstance(layer, MoE | LatentAttention | Connection | StreamsHead):
+        if isinstance(layer, MoE | LatentAttention):
             weights += layer.plain_weights()
     for (rows, columns), weight in {weight.shape: weight for weight in weights}.items():
         if places_matter(weight):

@@ -22,8 +22,9 @@ from megatron_hybrid.layers.recurrent import RecurrentMixer
 
 @dataclass(frozen=True)
 class NGramEmbeddingConfig:
-    """`blocks`: all such blocks of the model, which `hashes` count. `rows_multiple`: of
-    the table's rows, the last of which are not used. `shards`: of the table in a checkpoint."""
+    """`blocks`: all such blocks of the model; `hashes`: those of the first one, from which the
+    others' follow. `rows_multiple`: of the table's rows, the last of which are not used. `shards`:
+    of the table in a checkpoint."""
 
     blocks: tuple[int, ...]
     hashes: NGramHashes

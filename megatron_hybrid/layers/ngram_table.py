@@ -34,7 +34,7 @@ class _HostTable:
                 f"CUDA's error {code}."
             )
         weakref.finalize(self, _unpin, words).atexit = False  # at the end of all it goes anyway
-        used = size // dtype.itemsize
+        used = size // dtype.itemsize  # numbers
         assert room % WORD == 0
         self.host = words.view(dtype)[:used].view(shape)
         self.there = as_on_device(words).view(dtype)[:used].view(shape)
@@ -57,7 +57,6 @@ class NGramTable(nn.Module):
         self.parallel = context.parallel
         own = context.share(numbers, "numbers of an n-gram's embedding")
         self.held: _HostTable | None = None
-        self._shape = rows, own
         self.on_host = context.tables_on_host
         if not self.on_host:
             self.weight = parameter((rows, own), context.dtype)

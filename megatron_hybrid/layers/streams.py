@@ -135,18 +135,22 @@ class GatedConnection(Connection):
         self.gates = _Gates(config, context, config.count)
 
     def weight_parts(self) -> Parts:
+        """As in Connection."""
         yield from self.gates.weight_parts()
         inject = whole("inject.weight", self.gates.down[self.config.rank :])
         yield replace(inject, multiplier=1 / self.config.count)
 
     def plain_weights(self) -> list[Tensor]:
+        """As in Connection."""
         return [self.gates.down, self.gates.up]
 
     def enter(self, streams: Tensor, kernels: KernelSet) -> tuple[Tensor, Tensor]:
+        """As in Connection."""
         x, gates = self.gates(streams, kernels)
         return x, gates
 
     def leave(self, streams: Tensor, x: Tensor, weights: Tensor, kernels: KernelSet) -> Tensor:
+        """As in Connection."""
         each = streams.unflatten(1, (self.config.count, -1))
         return kernels.streams.injected(each, x, weights).flatten(1)
 
@@ -159,12 +163,15 @@ class GatedHead(StreamsHead):
         self.gates = _Gates(config, context)
 
     def weight_parts(self) -> Parts:
+        """As in StreamsHead."""
         yield from self.gates.weight_parts()
 
     def plain_weights(self) -> list[Tensor]:
+        """As in StreamsHead."""
         return [self.gates.down, self.gates.up]
 
     def forward(self, streams: Tensor, kernels: KernelSet) -> Tensor:
+        """As in StreamsHead."""
         x: Tensor = self.gates(streams, kernels)[0]
         return x
 
@@ -204,11 +211,13 @@ class BalancedConnection(Connection):
         self.scales: Tensor  # [logits]
 
     def weight_parts(self) -> Parts:
+        """As in Connection."""
         yield whole("fn", self.fn)
         yield whole("base", self.base)
         yield whole("scale", self.scale)
 
     def plain_weights(self) -> list[Tensor]:
+        """As in Connection."""
         return [self.fn]
 
     def after_loading(self) -> None:
@@ -219,6 +228,7 @@ class BalancedConnection(Connection):
         self.derive("ones", torch.ones_like(self.fn[0]))
 
     def enter(self, streams: Tensor, kernels: KernelSet) -> tuple[Tensor, StreamWeights]:
+        """As in Connection."""
         config = self.config
         normed = kernels.norm.rms_norm(streams, self.ones, self.eps, torch.float32)
         logits = torch.addcmul(self.base, kernels.linear.multiply(normed, self.fn), self.scales)
@@ -229,6 +239,7 @@ class BalancedConnection(Connection):
     def leave(
         self, streams: Tensor, x: Tensor, weights: StreamWeights, kernels: KernelSet
     ) -> Tensor:
+        """As in Connection."""
         each = streams.unflatten(1, (self.config.count, -1))
         return kernels.streams.mixed(each, x, weights).flatten(1)
 
@@ -241,8 +252,10 @@ class MeanHead(StreamsHead):
         self.count, self.norm = config.count, norm
 
     def weight_parts(self) -> Parts:
+        """As in StreamsHead."""
         yield from self.norm.weight_parts()
 
     def forward(self, streams: Tensor, kernels: KernelSet) -> Tensor:
+        """As in StreamsHead."""
         mean = streams.unflatten(1, (self.count, -1)).mean(dim=1)
         return self.norm(mean, kernels)

@@ -41,6 +41,8 @@ SLIDING_ATTENTION, NGRAM_EMBEDDING = "L", "P"
 # With an index; latent attention that shares the index of an earlier layer.
 INDEXED_ATTENTION, INDEXED_LATENT_ATTENTION, SHARED_INDEX = "Q", "D", "J"
 INDEXED = frozenset({INDEXED_ATTENTION, INDEXED_LATENT_ATTENTION, SHARED_INDEX})
+# With keys and values of all tokens, or latents.
+WITH_KV = INDEXED | {ATTENTION, SIDE_BY_SIDE, SHARED_TRANSFORMER, LATENT_ATTENTION}
 # RWKV's mixing of time and of channels; Griffin's recurrent unit; xLSTM's cell.
 TIME_MIX, CHANNEL_MIX, RG_LRU, MLSTM = "W", "F", "R", "X"
 # Whose kernels are in plain torch alone; and of these whose states hold exponents.

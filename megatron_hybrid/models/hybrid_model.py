@@ -30,7 +30,7 @@ from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Part, WeightPart, prefixed, section
 from megatron_hybrid.layers.recurrent import RecurrentMixer
 from megatron_hybrid.layers.rope import RopeConfig, inverse_frequencies
-from megatron_hybrid.layers.streams import StreamsHead
+from megatron_hybrid.layers.streams import Connection, StreamsHead
 from megatron_hybrid.memory.arena import Arena
 from megatron_hybrid.models.blocks import (
     Block,
@@ -188,8 +188,8 @@ class HybridModel(nn.Module):
         )
 
     def plain_weights(self) -> Iterator[tuple[Tensor, bool]]:
-        """Of this rank's linear layers that are not quantised, without the experts', and whether
-        they have a bias."""
+        """Of this rank's linear layers that are not quantised, without the experts', and of what
+        connects residual streams; and whether they have a bias."""
         for layer in self.modules():
             if isinstance(layer, ColumnParallelLinear | RowParallelLinear) or (
                 isinstance(layer, Linear) and layer is self.lm_head
@@ -198,6 +198,8 @@ class HybridModel(nn.Module):
                     yield weight, layer.bias is not None
                 if layer.wide is not None:
                     yield layer.wide, False
+            elif isinstance(layer, Connection | StreamsHead):
+                yield from ((weight, False) for weight in layer.plain_weights())
         if self.lm_head is None and self.embedding is not None:
             yield self.embedding.weight, False
 

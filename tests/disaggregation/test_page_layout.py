@@ -49,6 +49,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA,
     "qwen3_5": _DELTA,
     "qwen3_5_moe": _DELTA,
+    "qwen4_exp": _DELTA,
     "falcon_h1": {"mamba_n_groups": 1},
     "bamba": {"mamba_n_groups": 1, "num_key_value_heads": 1},
 }

@@ -85,7 +85,7 @@ LIKE_OTHERS = {
 # Whose answers are compared with drafts, too; test_logits.py has all families' logits with them.
 DRAFTED = {
     *("qwen3_next", "bamba", "falcon_h1", "zamba2", "jamba", "lfm2", "bailing_hybrid", "minimax"),
-    *("lfm3", "window_alone", "glm5_next"),
+    *("lfm3", "window_alone", "glm5_next", "qwen4_exp"),
 }
 SMALLER_BUDGETS = {3, 41}  # of the two of each test
 

@@ -25,6 +25,7 @@ from tests.tiny_models import make_tiny_model
 Tiny = Callable[[str], TinyModel]
 TABLE = "model.layers.0.ple.ple_embedding.ngram_embedding"
 END = 7  # of the tiny model
+FP8 = torch.float8_e4m3fn
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
@@ -66,6 +67,35 @@ def test_a_table_in_one_piece_is_that_of_its_shards(
     close(run_in_segments(load(tmp_path, parallel), tokens, []), model.expected(tokens))
 
 
+def test_a_table_in_fp8_has_one_scale(
+    tiny: Tiny, tmp_path: Path, parallel: ParallelContext
+) -> None:
+    """As the released checkpoints in FP8 have it; the same numbers in 32 bits are the oracle."""
+
+    def rounded(tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        names = [name for name in tensors if ".shard_" in name]
+        scales = {name: torch.tensor([0.013 + 0.1 * ("layers.2" in name)]) for name in names}
+        return {n: ((tensors[n] / scales[n]).to(torch.float8_e4m3fn), scales[n]) for n in names}
+
+    def in_fp8(tensors: dict[str, Tensor]) -> None:
+        for name, (codes, scale) in rounded(tensors).items():
+            tensors[name] = codes
+            tensors[re.sub(r"shard_\d+\.weight", "weight_scale", name)] = scale
+
+    def in_32_bits(tensors: dict[str, Tensor]) -> None:
+        for name, (codes, scale) in rounded(tensors).items():
+            tensors[name] = codes.float() * scale
+
+    tokens, found = random_tokens(30), []
+    for i, change in enumerate((in_fp8, in_32_bits)):
+        (tmp_path / str(i)).mkdir()
+        changed(tmp_path / str(i), change)
+        found.append(run_in_segments(load(tmp_path / str(i), parallel), tokens, []))
+    assert torch.equal(*found)
+    with pytest.raises(AssertionError):
+        close(found[0], tiny("qwen4_exp").expected(tokens))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -73,6 +103,14 @@ def test_a_table_in_one_piece_is_that_of_its_shards(
         (
             lambda t: t.update({f"{TABLE}.shard_3.weight": torch.zeros(9, 12)}),
             r"shard_3.weight' has shape \[9, 12\]",
+        ),
+        (
+            lambda t: t.update({f"{TABLE}.weight_scale": torch.ones(1)}),
+            "weight_scale' .* has no place",
+        ),
+        (
+            lambda t: t.update({f"{TABLE}.shard_3.weight": t[f"{TABLE}.shard_3.weight"].to(FP8)}),
+            "shard_3.weight' .* is torch.float8_e4m3fn, but it has no scale",
         ),
         (
             lambda t: t[TABLE.replace("ngram_embedding", "layer_multipliers")].add_(2),

@@ -19,6 +19,7 @@ from bench.quantized_cases import quantized_expert_cases, quantized_linear_cases
 from bench.recurrent_cases import recurrent_cases
 from bench.recurrent_kinds import recurrent_kinds
 from bench.sampling_cases import sampling_cases
+from bench.streams_cases import streams_cases
 
 
 def kernel_cases(bench: Bench) -> Iterator[Case]:
@@ -33,6 +34,7 @@ def kernel_cases(bench: Bench) -> Iterator[Case]:
     yield from latent_cases(bench)
     yield from norm_cases(bench)
     yield from activation_cases(bench)
+    yield from streams_cases(bench)
     yield from expert_cases(bench)
     yield from quantized_expert_cases(bench)
     yield from normed_router_cases(bench)

@@ -30,7 +30,8 @@ class Location:
     """Where a weight is in a checkpoint: tensor `name`, there row `index` of `stacked` if several
     experts are stacked, there the `part`-th of `parts` equal pieces if several are concatenated;
     or, if the pieces differ, its rows from `first` on of `total`. `transposed`: [columns, rows]
-    there, and the pieces side by side."""
+    there, and the pieces side by side. `scale`: the tensor that may have one scale for all of it,
+    if it is in FP8."""
 
     name: str
     index: int | None = None
@@ -40,6 +41,7 @@ class Location:
     first: int = 0
     total: int | None = None
     transposed: bool = False
+    scale: str | None = None
 
     def first_row(self, rows: int) -> int:
         """Where a weight of so many rows begins there."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -208,12 +209,14 @@ class Qwen4Exp(Qwen3Next):
             inner = re.sub(pattern, name, inner)
         places = [Location(f"{layer}.ple.{inner}")]
         if shard := re.search(r"shard_(\d+)\.weight$", inner):  # or all of them in one
+            scale = f"{layer}.ple.{inner.replace(shard[0], 'weight_scale')}"
             ngrams = config.others[NGRAM_EMBEDDING]
             assert isinstance(ngrams, NGramEmbeddingConfig)
             rows = ngrams.table_rows(block)
             first = int(shard[1]) * math.ceil(rows / ngrams.shards)
             whole = f"{layer}.ple.{inner.replace(shard[0], 'weight')}"
             places.append(Location(whole, first=first, total=rows))
+            places = [replace(place, scale=scale) for place in places]
         return places
 
     def constants(self, config: HybridModelConfig) -> Mapping[str, Tensor]:
