@@ -188,6 +188,26 @@ class PagedSequences:
             host=PagedHost(*ends, host.kv_indices, host.last_block_length[:count]),
         )
 
+    def behind(self, first: int) -> PagedSequences:
+        """The sequences from this one on, whose tokens stay where they are in the step."""
+        host, base = self.host, int(self.host.kv_indptr[first])
+        return replace(
+            self,
+            cu_seqlens=self.cu_seqlens[first:],
+            kv_length=self.kv_length[first:],
+            kv_indptr=self.kv_indptr[first:] - base,
+            kv_indices=self.kv_indices[base:],
+            last_block_length=self.last_block_length[first:],
+            num_decodes=max(self.num_decodes - first, 0),
+            host=PagedHost(
+                host.cu_seqlens[first:],
+                host.kv_length[first:],
+                host.kv_indptr[first:] - base,
+                host.kv_indices[base:],
+                host.last_block_length[first:],
+            ),
+        )
+
 
 class PagedHost(NamedTuple):
     """The figures of PagedSequences on the host, int32 each."""

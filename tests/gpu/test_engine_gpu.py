@@ -92,10 +92,12 @@ def test_preempted_requests_give_the_tokens_of_the_reference(tiny: Path) -> None
     ring_place = sum(spec.bytes_per_ring_place() for spec in stages.state_specs.values())
     interval = {"mamba_inference_state_write_interval": 4}
     size = 8 * (geometry.bytes_per_slot + 4 * ring_place) + 21 * geometry.bytes_per_block
-    few = {
-        "inference_dynamic_batching_max_requests": 8,
-        "inference_dynamic_batching_buffer_size_gb": size / GIB,
-    }
+    few: dict[str, object] = {"inference_dynamic_batching_max_requests": 8}
+    if geometry.has_window:  # whose blocks a step's prompts need beside those of each request
+        few["inference_dynamic_batching_max_tokens"] = 64
+        of_windows = 8 * geometry.window_quota + 64 // geometry.block_size + 2
+        size += of_windows * geometry.bytes_per_window_block
+    few["inference_dynamic_batching_buffer_size_gb"] = size / GIB
     llm = LLM(str(tiny), device="cuda", **(OPTIONS | few | interval))  # type: ignore[arg-type]
     found = [output.token_ids for output in llm.generate(prompts(), params)]
     assert found == [output.token_ids for output in plain.generate(prompts(), params)]

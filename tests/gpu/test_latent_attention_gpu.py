@@ -58,6 +58,8 @@ def test_decodes_and_prompts_mix(shape: AttentionShape, batch_invariant: bool) -
     attention = TritonLatentAttention(batch_invariant)
     check(attention, rope, MIXED, shape, tolerance=4e-2, decodes=4, **SIZES)
     check(attention, rope, [(1, 9000), (1, 1)], shape, tolerance=4e-2, **SIZES)
+    short: Lengths = [(1, 1024), (1, 300), (7, 300), (40, 2000), (3, 3)]
+    check(attention, rope, short, shape, tolerance=4e-2, decodes=2, **SIZES)
     check(attention, rope, [(4, 900), (3, 70)], shape, tolerance=4e-2, decodes=2, **SIZES)
 
 

@@ -200,3 +200,69 @@ def test_a_graphs_launches_follow_from_sizes() -> None:
 
 def test_any_number_of_prompt_tokens_can_be_captured() -> None:
     assert small().most_captured(latent_shape(), 16) > 1 << 20
+
+
+EXPANDED = {"nope": 32, "v_dim": 16}
+
+
+def by_head_keys(monkeypatch: pytest.MonkeyPatch) -> TritonLatentAttention:
+    """With which all prompts are computed by keys and values of each head."""
+    monkeypatch.setattr(triton.expanded, "PAYS_FROM", 0)
+    return small(batch_invariant=False)
+
+
+@pytest.mark.parametrize("made_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("kv_dtype", [torch.float16, FP8])
+@pytest.mark.parametrize(("first", "block_size"), [(0, 4), (3, 24)])
+def test_prompts_by_keys_of_each_head(
+    first: int, block_size: int, kv_dtype: torch.dtype, made_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Made head by head, or of all at once; alone, and behind decodes. What is not seen is NaN."""
+    monkeypatch.setattr(triton.expanded, "MADE_BYTES", made_bytes)
+    attention, half = by_head_keys(monkeypatch), torch.float16
+    shape = latent_shape(3, 32, 16, block_size, half, first_position=first, kv_dtype=kv_dtype)
+    lengths: Lengths = [(n, keys + first) for n, keys in [*MIXED, (150, 150), (2, 300)]]
+    for decodes in (0, 3):
+        step = latent_step(lengths, shape, decodes=decodes, **EXPANDED)
+        assert attention.plan(step.paged, shape).prompts is not None
+        check(attention, rope, lengths, shape, decodes=decodes, tolerance=5e-3, **EXPANDED)
+
+
+def test_few_queries_of_many_keys_make_no_keys() -> None:
+    attention, shape = small(False), latent_shape(3, 32, 16, 16, torch.float16)
+    for lengths, are_made in (([(40, 400)], False), ([(200, 400)], True), ([(200, 200)], True)):
+        plan = attention.plan(latent_step(lengths, shape, decodes=0, **EXPANDED).paged, shape)
+        assert (plan.prompts is not None) == are_made
+    static = latent_step([(200, 400)], shape, decodes=0, **EXPANDED)
+    static = replace(static, paged=replace(static.paged, static=True))
+    assert attention.plan(static.paged, shape).prompts is None  # a graph's launches are fixed
+
+
+def test_heads_of_other_sizes_are_computed_as_short_prompts_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attention, shape = by_head_keys(monkeypatch), latent_shape(3, 32, 8, 16, torch.float16)
+    check(attention, rope, MIXED, shape, decodes=3, tolerance=5e-3, **EXPANDED)
+
+
+@BOTH
+def test_few_queries_are_cut_by_keys(
+    batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where most of a device would have nothing to do; to the bit as if they were not."""
+    lengths: Lengths = [(1, 100), (1, 40), (9, 300), (3, 3), (2, 130)]
+    attention, shape = small(batch_invariant), latent_shape()
+    step = latent_step(lengths, shape, decodes=2)
+    assert attention.plan(step.paged, shape).few is None
+    whole = attended(attention, rope, latent_step(lengths, shape, decodes=2))
+    monkeypatch.setattr(triton, "processors", lambda device: 64)
+    plan = attention.plan(step.paged, shape)
+    assert plan.few is not None and plan.few.inner.joins and plan.few.wanted > 3
+    assert attention.plan(latent_step(MIXED, shape, decodes=3).paged, shape).few is not None
+    many: Lengths = [(300, 300)]
+    assert attention.plan(latent_step(many, shape, decodes=0).paged, shape).few is None
+    for decodes in (0, 2):
+        check(attention, rope, lengths, decodes=decodes)
+    if batch_invariant:
+        assert torch.equal(attended(attention, rope, latent_step(lengths, shape, decodes=2)), whole)

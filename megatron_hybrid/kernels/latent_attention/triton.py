@@ -11,19 +11,24 @@ its plan in common. Splits are cut in one of two ways:
   put together in their order, whoever computes them: see triton_by_split.py for why bits then
   depend on nothing else. So a prompt's program has results of two kinds, in registers: half as many
   rows.
+
+Outside of batch-invariant mode long prompts are computed by keys and values of each head instead
+(triton_expanded.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedSequences
 from megatron_hybrid.kernels.dependent_launch import OPTIONS
 from megatron_hybrid.kernels.devices import processors, stages_that_fit
+from megatron_hybrid.kernels.latent_attention import triton_expanded as expanded
 from megatron_hybrid.kernels.latent_attention.protocol import LatentNorm, LatentWeights
 from megatron_hybrid.kernels.latent_attention.triton_prepare import by_head, store_latents
 from megatron_hybrid.kernels.latent_attention.triton_split_kernels import (
@@ -41,34 +46,29 @@ from megatron_hybrid.kernels.paged_attention.triton_by_split import (
 from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E
 
 _LEAST_SPLIT = 128  # keys: fewer are read as fast as a split's results are written and read
-_ITEMS = 4  # splits that a multiprocessor is to have
-_JOINED_ROWS = 2  # of a program
+_KEYS_A_ROW = 4  # and so many for each row that a split has results of
+_ITEMS = 4  # splits that a multiprocessor is to have, of many sequences
+_FEW = 8  # sequences: their splits are so many that each multiprocessor has one
+_WIDE = 64  # rows of Hopper's wider products
+_JOINED_ROWS, _JOINED_DIMS = 2, 128  # of a program
 
 
-def tile_of_keys(shape: AttentionShape) -> int:
-    """Keys of a tile. Bits depend on it, so nothing may count that differs from step to step."""
-    return 16 if shape.dtype == torch.float32 else 32
-
-
-def prompt_tile(shape: AttentionShape, folds: bool, device: torch.device) -> Tile:
-    """By default. 64 rows are the least of Hopper's wider products, whose queries lie in shared
-    memory beside the tiles of keys."""
+def default_tile(shape: AttentionShape, folds: bool, device: torch.device) -> tuple[int, Tile]:
+    """Keys of a tile, and how programs compute them. Where it folds, bits depend on the keys: there
+    nothing may count that differs from step to step, or between devices."""
     if shape.dtype == torch.float32:
-        return Tile(16, 8, 2)
-    row, keys = shape.head_dim * shape.dtype.itemsize, tile_of_keys(shape)
-    tile_bytes = keys * shape.head_dim * shape.kv_dtype.itemsize
-    stages = stages_that_fit(3, tile_bytes + 64 * row // 3, device)
-    if folds or stages == 1:
-        return Tile(32, 8, stages_that_fit(3, tile_bytes + 32 * row // 3, device))
-    return Tile(64, 8, stages)
-
-
-def decode_tile(shape: AttentionShape, longest: int, folds: bool, device: torch.device) -> Tile:
-    """By default, for sequences of up to `longest` queries: those of one with 32 heads have their
-    rows to themselves, and twice as many products of half the width for it."""
-    tile = prompt_tile(shape, folds, device)
-    rows = max(next_power_of_2(longest * shape.heads), 16)
-    return tile._replace(rows=min(rows, tile.rows))
+        return 16, Tile(16, 8, 2)
+    row = shape.head_dim * shape.dtype.itemsize
+    if folds:
+        tile_bytes = 32 * shape.head_dim * shape.kv_dtype.itemsize
+        return 32, Tile(32, 8, stages_that_fit(3, tile_bytes + 32 * row // 3, device))
+    if shape.kv_dtype.itemsize == 1 and stages_that_fit(2, 96 * row, device) == 2:
+        # Keys are made numbers of the products once, on their way to shared memory, from where
+        # products of 64 rows take them; each warp would make them for itself for those of fewer.
+        return 64, Tile(_WIDE, 8, 2)
+    if stages_that_fit(2, 64 * row, device) == 2:
+        return 64, Tile(32, 8, 1 + stages_that_fit(2, 80 * row, device))
+    return 32, Tile(32, 8, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,8 @@ class LatentPlan:
 
     inner: SplitPlan
     wanted: int  # splits of all decodes, about
+    prompts: expanded.Prompts | None = None  # that are computed by keys and values of each head
+    few: LatentPlan | None = None  # of prompts with so few queries that they are cut by keys, too
 
     @property
     def kv_slot(self) -> Tensor:
@@ -97,7 +99,7 @@ class TritonLatentAttention:
         prompts: Tile | None = None,
         decodes: Tile | None = None,
     ) -> None:
-        """`keys` (None: tile_of_keys), `split` (keys of a split, or in another mode the least of
+        """`keys` (None: default_tile's), `split` (keys of a split, or in another mode the least of
         them): bits depend on them. `workspace_bytes`: for the results of splits; decodes that find
         no room are computed by one program each. `prompts`, `decodes`: see Tile."""
         self._folds = batch_invariant
@@ -109,8 +111,30 @@ class TritonLatentAttention:
 
     def plan(self, paged: PagedSequences, shape: AttentionShape) -> LatentPlan:
         """As in LatentAttention."""
-        wanted = _ITEMS * processors(paged.kv_slot.device)
-        return LatentPlan(self._planner.plan(paged, shape), wanted)
+        wanted = processors(paged.kv_slot.device)
+        if paged.num_decodes > _FEW:
+            wanted *= _ITEMS
+        else:  # the last of each sequence may be one more
+            wanted = max(wanted - paged.num_decodes, 1)
+        inner = self._planner.plan(paged, shape)
+        prompts = None if self._folds else expanded.long_prompts(paged, shape)
+        few = self._few_queries(paged, shape) if prompts is None else None
+        return LatentPlan(inner, wanted, prompts, few)
+
+    def _few_queries(self, paged: PagedSequences, shape: AttentionShape) -> LatentPlan | None:
+        """Of the prompts as if they were decodes, if most multiprocessors had no tile of theirs."""
+        first, device = paged.num_decodes, paged.kv_slot.device
+        count = len(paged.kv_length) - first
+        if paged.static or not count:
+            return None
+        _, tile = self._tile(shape, device)
+        queries = np.diff(paged.host.cu_seqlens[first:])
+        tiles = int((-(-queries * shape.heads // tile.rows)).sum())
+        if not 0 < 2 * tiles <= processors(device):
+            return None
+        own = paged.behind(first)
+        wanted = max(processors(device) * count // tiles, count)
+        return LatentPlan(self._planner.plan(replace(own, num_decodes=count), shape), wanted)
 
     def most_captured(self, shape: AttentionShape, prompts: int) -> int:
         """As in LatentAttention."""
@@ -134,6 +158,25 @@ class TritonLatentAttention:
         self, query: Tensor, weights: LatentWeights, cache: KVCache, plan: LatentPlan
     ) -> Tensor:
         """As in LatentAttention."""
+        paged, shape, prompts = plan.inner.paged, plan.inner.shape, plan.prompts
+        if prompts is None or not expanded.fits(weights, shape):
+            return self._absorbed(query, weights, cache, plan)
+        output = query.new_empty(*query.shape[:2], weights.value.shape[1])
+        if paged.num_decodes:
+            tokens = int(paged.host.cu_seqlens[paged.num_decodes])
+            output[:tokens] = self._absorbed(query[:tokens], weights, cache, plan, of_prompts=False)
+        expanded.attend(query, weights, cache, paged, shape, prompts, output)
+        return output
+
+    def _absorbed(
+        self,
+        query: Tensor,
+        weights: LatentWeights,
+        cache: KVCache,
+        plan: LatentPlan,
+        of_prompts: bool = True,
+    ) -> Tensor:
+        """By latents alone; of all tokens, or of the decodes', which come first."""
         nope = weights.key.shape[1]
         absorbed = by_head(query[..., :nope], weights.key.transpose(1, 2))
         turned = query[..., nope:]
@@ -142,7 +185,9 @@ class TritonLatentAttention:
         decodes = inner.paged.num_decodes
         if decodes:
             self._attend_decodes(absorbed, turned, cache, plan, latents)
-        if len(inner.paged.kv_length) > decodes and inner.prompt_tokens:
+        if of_prompts and plan.few is not None:
+            self._attend_decodes(absorbed, turned, cache, plan.few, latents)
+        elif of_prompts and len(inner.paged.kv_length) > decodes and inner.prompt_tokens:
             self._attend_prompts(absorbed, turned, cache, inner, latents)
         return by_head(latents, weights.value)
 
@@ -152,33 +197,43 @@ class TritonLatentAttention:
         inner = plan.inner
         paged, shape, longest = inner.paged, inner.shape, inner.longest
         count, device, latent = paged.num_decodes, query.device, query.shape[2]
-        tile = self._decodes or decode_tile(shape, longest, self._folds, device)
         places = longest * shape.heads
+        keys, tile = self._tile(shape, device)
+        if tile.rows < _WIDE:  # which some products need
+            tile = tile._replace(rows=min(max(next_power_of_2(places), 16), tile.rows))
+        tile = self._decodes or tile
         items = inner.items if self._folds else min(inner.items, plan.wanted + count)
         room = min(self._workspace_bytes // (4 * places * (latent + 2)), items * inner.joins)
         parts = query.new_empty((room, places, latent), dtype=torch.float32)
         sums = query.new_empty((room, places, 2), dtype=torch.float32)
-        constants = self._constants(shape)
-        sizes = count, room, places, self._split, plan.wanted
+        constants = self._constants(shape, keys)
+        split = self._split
+        if not self._folds:
+            split = cdiv(max(split, _KEYS_A_ROW * places), keys) * keys
+        sizes = count, room, places, split, plan.wanted
         programs = min(items * cdiv(places, tile.rows), processors(device))
         decode_kernel[(programs,)](
             query, turned, cache.key, output, parts, sums,
             paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
             shape.scale * cache.k_scale * LOG2_E, cache.k_scale, *turned.stride()[:2], *sizes,
-            **constants, **self._inner(shape), ROWS=tile.rows, STAGES=tile.stages,
+            **constants, **self._inner(shape, keys), ROWS=tile.rows, STAGES=tile.stages,
             **tile.options, **OPTIONS,
         )  # fmt: skip
         if room:
-            join_kernel[(count, cdiv(places, _JOINED_ROWS))](
+            part = min(constants.pop("DIMS"), _JOINED_DIMS if count <= _FEW else 512)
+            grid = count, cdiv(places, _JOINED_ROWS), cdiv(latent, part)
+            join_kernel[grid](
                 output, parts, sums, paged.cu_seqlens, paged.kv_length, paged.kv_indptr,
-                cache.k_scale, *sizes, **constants, ROWS=_JOINED_ROWS, num_warps=4, **OPTIONS,
+                cache.k_scale, *sizes, **constants, ROWS=_JOINED_ROWS, PART=part, num_warps=4,
+                **OPTIONS,
             )  # fmt: skip
 
     def _attend_prompts(
         self, query: Tensor, turned: Tensor, cache: KVCache, plan: SplitPlan, output: Tensor
     ) -> None:
         paged, shape = plan.paged, plan.shape
-        tile = self._prompts or prompt_tile(shape, self._folds, query.device)
+        keys, tile = self._tile(shape, query.device)
+        tile = self._prompts or tile
         decodes, sequences = paged.num_decodes, len(paged.kv_length) - paged.num_decodes
         tiles = plan.prompt_tokens * shape.heads // tile.rows + sequences
         prompt_kernel[(tiles,)](
@@ -186,27 +241,31 @@ class TritonLatentAttention:
             paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
             shape.scale * cache.k_scale * LOG2_E, cache.k_scale, *turned.stride()[:2],
             decodes, sequences, self._split,
-            **self._constants(shape), **self._inner(shape), ROWS=tile.rows, STAGES=tile.stages,
-            **tile.options,
+            **self._constants(shape, keys), **self._inner(shape, keys),
+            ROWS=tile.rows, STAGES=tile.stages, **tile.options,
         )  # fmt: skip
 
-    def _constants(self, shape: AttentionShape) -> dict[str, Any]:
+    def _tile(self, shape: AttentionShape, device: torch.device) -> tuple[int, Tile]:
+        keys, tile = default_tile(shape, self._folds, device)
+        return self._keys or keys, tile
+
+    def _constants(self, shape: AttentionShape, keys: int) -> dict[str, Any]:
         """Of all kernels but `_inner`'s."""
         assert shape.value_dim is not None
         return {
             "HEADS": shape.heads,
             "FOLDS": self._folds,
-            "KEYS": self._keys or tile_of_keys(shape),
+            "KEYS": keys,
             "LATENT": shape.value_dim,
             "DIMS": max(next_power_of_2(shape.value_dim), 16),
             "BLOCK_SIZE": shape.block_size,
             "FIRST": shape.first_position,
         }
 
-    def _inner(self, shape: AttentionShape) -> dict[str, Any]:
+    def _inner(self, shape: AttentionShape, keys: int) -> dict[str, Any]:
         """Of those that read the cache."""
         assert shape.value_dim is not None
-        keys, turned = self._keys or tile_of_keys(shape), shape.head_dim - shape.value_dim
+        turned = shape.head_dim - shape.value_dim
         return {
             "TURNED": turned,
             "TURNED_DIMS": max(next_power_of_2(turned), 16),

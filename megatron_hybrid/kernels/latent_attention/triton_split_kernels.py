@@ -27,7 +27,7 @@ from megatron_hybrid.kernels.paged_attention.triton_split_kernels import (
 
 _LEAST = tl.constexpr(-1e30)  # as in those
 _ONES = tl.constexpr(16)
-_AT_ONCE = tl.constexpr(4)  # parts that are loaded at the same time when they are joined
+_AT_ONCE = tl.constexpr(8)  # parts that are loaded at the same time when they are joined
 _TABLES = ["cu_seqlens", "kv_length", "kv_indptr", "kv_indices"]
 _SIZES = ["sequences", "first_sequence", "room", "places", "split", "wanted"]
 
@@ -63,11 +63,12 @@ def _attended(
     block = _block_of(blocks, begin, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
     for first in tl.range(begin, end, KEYS, num_stages=STAGES):
         at = first + tile
-        if WHOLE:
-            row = block.to(tl.int64) * BLOCK_SIZE + (FIRST + first) % BLOCK_SIZE + tile
+        if WHOLE:  # one address, and distances that stay the same
+            row = block.to(tl.int64) * BLOCK_SIZE + (FIRST + first) % BLOCK_SIZE
+            where = latents + row * WIDTH + (tile * WIDTH)[:, None]
         else:
             row = block.to(tl.int64) * BLOCK_SIZE + (FIRST + at) % BLOCK_SIZE
-        where = latents + (row * WIDTH)[:, None]
+            where = latents + (row * WIDTH)[:, None]
         # what lies past the end was never written: it is not read
         if MASKED or DIMS > LATENT:
             readable = (at < end)[:, None] & (dim < LATENT)[None, :]
@@ -167,7 +168,8 @@ def decode_kernel(
     DIMS: tl.constexpr, TURNED: tl.constexpr, TURNED_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     FIRST: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As that of paged_attention, of one KV head."""
+    """As that of paged_attention, of one KV head. Unless FOLDS, a sequence's splits are as long as
+    each other: there are as many as there would be of `split` keys."""
     tiles = tl.cdiv(places, ROWS)
     blocks_before = tl.load(kv_indptr + sequences).to(tl.int64)
     split = _split_of(split, wanted, blocks_before, FOLDS, KEYS, BLOCK_SIZE)
@@ -185,9 +187,13 @@ def decode_kernel(
         first_token = tl.load(cu_seqlens + sequence).to(tl.int64)
         queries = (tl.load(cu_seqlens + sequence + 1) - first_token).to(tl.int32)
         length = tl.load(kv_length + sequence).to(tl.int32) - FIRST
-        alone = (tl.cdiv(length, split) <= 1) | (end_item > room)
-        begin = (item - first_item) * split
-        end = tl.minimum(length, begin + split)
+        splits = tl.cdiv(length, split)
+        alone = (splits <= 1) | (end_item > room)
+        own: tl.int32 = split
+        if not FOLDS:  # as long as each other
+            own = tl.cdiv(tl.cdiv(length, tl.maximum(splits, 1)), KEYS) * KEYS
+        begin = (item - first_item) * own
+        end = tl.minimum(length, begin + own)
         if alone:
             end = length
             if item > first_item:
@@ -229,9 +235,10 @@ def decode_kernel(
 def join_kernel(
     output, parts, sums, cu_seqlens, kv_length, kv_indptr, v_scale, sequences, room, places, split,
     wanted, HEADS: tl.constexpr, FOLDS: tl.constexpr, KEYS: tl.constexpr, LATENT: tl.constexpr,
-    DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """The splits of ROWS rows of a sequence that decode_kernel left in `parts` and `sums`."""
+    """The splits that decode_kernel left in `parts` and `sums`, of ROWS rows of a sequence and PART
+    of their numbers."""
     blocks_before = tl.load(kv_indptr + sequences).to(tl.int64)
     split = _split_of(split, wanted, blocks_before, FOLDS, KEYS, BLOCK_SIZE)
     sequence = tl.program_id(0)
@@ -248,10 +255,10 @@ def join_kernel(
         return
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = row < queries * HEADS
-    dim = tl.arange(0, DIMS)
+    dim = tl.program_id(2) * PART + tl.arange(0, PART)
     written = inside[:, None] & (dim < LATENT)[None, :]
     most, total = tl.full((ROWS,), _LEAST, tl.float32), tl.zeros((ROWS,), tl.float32)
-    result = tl.zeros((ROWS, DIMS), tl.float32)
+    result = tl.zeros((ROWS, PART), tl.float32)
     together = splits // _AT_ONCE * _AT_ONCE
     for first in range(0, together, _AT_ONCE):
         several = ()
