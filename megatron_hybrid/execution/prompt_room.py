@@ -53,10 +53,7 @@ class PromptRoom(NamedTuple):
         )
         if not shapes:
             return cls(tokens)
-        captured = (
-            kinds[kind].kernel(kernels).most_captured(shape, prompts)
-            for kind, shape in shapes.items()
-        )
+        captured = (own.most_captured(kernels, block_size, prompts) for own in kinds.values())
         return cls(
             min(tokens, *captured),
             int(_ATTENTION * launches * _ATTENDED / max(operations, 1)),

@@ -72,6 +72,11 @@ class IndexedAttention(Attention):
         size = sum(self.index_sections)
         return [*super()._rows(), Rows("indexer.index_qk_proj", size, 0, size, has_bias=False)]
 
+    def most_captured(self, kernels: KernelSet, block_size: int, prompts: int) -> int:
+        """None: what is launched for texts that fit the budget is not what others need, and a
+        captured step cannot tell."""
+        return 0
+
     def plan(self, inputs: StepInputs, caches: LayerCaches, kernels: KernelSet) -> Plan:
         """As in CachedAttention."""
         every = super().plan(inputs, caches, kernels)

@@ -89,6 +89,11 @@ class IndexedLatentAttention(LatentAttention):
             rows.append(Rows("indexer.wq_b", self.index_queries, 0, self.index_queries))
         return rows
 
+    def most_captured(self, kernels: KernelSet, block_size: int, prompts: int) -> int:
+        """None: what is launched for texts that fit the budget is not what others need, and a
+        captured step cannot tell."""
+        return 0
+
     def plan(self, inputs: StepInputs, caches: LayerCaches, kernels: KernelSet) -> Plan:
         """As in CachedAttention."""
         every = super().plan(inputs, caches, kernels)

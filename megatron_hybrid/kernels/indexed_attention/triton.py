@@ -16,6 +16,7 @@ an index; in batch-invariant mode it is not.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ from megatron_hybrid.kernels.indexed_attention.triton_index_kernels import (
 )
 from megatron_hybrid.kernels.latent_attention.protocol import LatentAttention, LatentWeights
 from megatron_hybrid.kernels.latent_attention.triton_prepare import by_head
-from megatron_hybrid.kernels.launching import cdiv, next_power_of_2
+from megatron_hybrid.kernels.launching import are_compiled_ahead, cdiv, next_power_of_2
 from megatron_hybrid.kernels.paged_attention import triton_decode
 from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E
 from megatron_hybrid.kernels.protocols import Attention, Plan
@@ -48,6 +49,15 @@ _PROGRAMS = 4  # of a multiprocessor
 _GROUPS = 64  # of a tile
 _SCANNED = 1024  # scores that are looked at together
 _SCORES = 1 << 24  # numbers: of as many tokens as are chosen for at once
+
+
+class _Tile(NamedTuple):
+    """Of attention to what is chosen."""
+
+    rows: int  # heads
+    warps: int
+    keys: int
+    stages: int
 
 
 @dataclass(slots=True)
@@ -126,7 +136,8 @@ class TritonIndexedAttention:
         assert cache.index is not None
         index, paged, tokens = plan.index, plan.paged, len(query)
         plan.chosen = None
-        if not tokens or (self._splits and plan.room <= index.chosen):
+        fits = self._splits and plan.room <= index.chosen and not are_compiled_ahead()
+        if not tokens or fits:
             return
         plan.chosen = torch.empty((tokens, index.chosen), dtype=torch.int32, device=query.device)
         query = query.contiguous()
@@ -154,30 +165,51 @@ class TritonIndexedAttention:
 
     def attend(self, query: Tensor, cache: KVCache, plan: IndexedPlan) -> Tensor:
         """As in IndexedAttention."""
-        if plan.chosen is None:
-            return self._attention.attend(query, cache, plan.every)
+        if plan.chosen is None or are_compiled_ahead():  # as another step would ask
+            every = self._attention.attend(query, cache, plan.every)
+            if plan.chosen is None:
+                return every
         return self._attended(query, cache, plan, plan.chosen)
 
     def attend_latents(
         self, query: Tensor, weights: LatentWeights, cache: KVCache, plan: IndexedPlan
     ) -> Tensor:
         """As in IndexedAttention."""
-        if plan.chosen is None:
-            return self._latent_attention.attend(query, weights, cache, plan.every)
+        if plan.chosen is None or are_compiled_ahead():  # as another step would ask
+            every = self._latent_attention.attend(query, weights, cache, plan.every)
+            if plan.chosen is None:
+                return every
         absorbed = by_head(query, weights.key.transpose(1, 2))
         return by_head(self._attended(absorbed, cache, plan, plan.chosen), weights.value)
 
     def _attended(self, query: Tensor, cache: KVCache, plan: IndexedPlan, chosen: Tensor) -> Tensor:
-        shape, paged, index = plan.shape, plan.paged, plan.index
+        shape, index, tokens = plan.shape, plan.index, len(query)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        tokens, heads = len(query), shape.heads // shape.kv_heads
-        rows, warps, keys, stages = self._tile(shape, cache)
+        heads, rows = shape.heads // shape.kv_heads, self._tile(shape).rows
         tiles = cdiv(heads, rows) * shape.kv_heads
         splits = 1
         if self._splits:
             wanted = _PROGRAMS * processors(query.device) // max(tokens * tiles, 1)
             splits = max(1, min(wanted, cdiv(index.budget + index.group, _LEAST_SPLIT)))
             splits = min(splits, triton_decode.MOST_SPLITS)
+        if self._splits and are_compiled_ahead():  # a step of another size takes the other one
+            self._launch(query[:1], cache, plan, chosen, output[:1], 1 if splits > 1 else 2)
+        self._launch(query, cache, plan, chosen, output, splits)
+        return output
+
+    def _launch(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        plan: IndexedPlan,
+        chosen: Tensor,
+        output: Tensor,
+        splits: int,
+    ) -> None:
+        shape, paged, index = plan.shape, plan.paged, plan.index
+        tokens, heads = len(query), shape.heads // shape.kv_heads
+        rows, warps, keys, stages = self._tile(shape)
+        tiles = cdiv(heads, rows) * shape.kv_heads
         parts, sums = triton_decode.parts_of(output, splits)
         attend_kernel[(tokens, tiles * splits)](
             query, cache.key, None if shape.value_dim is not None else cache.value,
@@ -191,14 +223,12 @@ class TritonIndexedAttention:
             **OPTIONS,
         )  # fmt: skip
         triton_decode.join(output, parts, sums, paged.cu_seqlens, cache.v_scale)
-        return output
 
-    def _tile(self, shape: AttentionShape, cache: KVCache) -> tuple[int, int, int, int]:
-        """Rows of a tile, warps, keys, stages: what tiles of keys and the results, in registers,
-        have room for."""
+    def _tile(self, shape: AttentionShape) -> _Tile:
+        """What tiles of keys and the results, in registers, have room for."""
         rows = max(next_power_of_2(shape.heads // shape.kv_heads), 16)
         if shape.dtype == torch.float32:
-            return 16, 4, 16 if shape.head_dim > 128 else 32, 1
+            return _Tile(16, 4, 16 if shape.head_dim > 128 else 32, 1)
         if shape.head_dim > 256:
-            return min(rows, 64), 8, 32, 2
-        return min(rows, 64), 4, 64 if shape.head_dim <= 128 else 32, 2
+            return _Tile(min(rows, 64), 8, 32, 2)
+        return _Tile(min(rows, 64), 4, 64 if shape.head_dim <= 128 else 32, 2)
