@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from megatron_hybrid.errors import ConfigurationError
+
+
+def from_environment() -> bool:
+    """Whether batch-invariant mode is wanted where nothing else says so."""
+    return os.environ.get("MEGATRON_HYBRID_BATCH_INVARIANT", "0") not in ("", "0")
 
 
 def check_batch_invariant(config: Any) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_hybrid.batch_invariant_flags import check_batch_invariant
+from megatron_hybrid.batch_invariant_flags import check_batch_invariant, from_environment
 from megatron_hybrid.cache.eviction import POLICIES
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.rank_layout import ParallelSizes
@@ -36,11 +35,6 @@ MOST_TOKENS = 2**24
 MOST_GB = 2**30
 MOST_LORAS = 1024
 MOST_LORA_RANK = 512
-
-
-def _from_environment() -> bool:
-    """Whether batch-invariant mode is wanted where nothing else says so."""
-    return os.environ.get("MEGATRON_HYBRID_BATCH_INVARIANT", "0") not in ("", "0")
 
 
 @dataclass(frozen=True)
@@ -74,6 +68,11 @@ class EngineConfig(Settings):
         "round the weights of a checkpoint in 16 or 32 bits while they are read. fp8: a scale for "
         "each output; fp8_block: for each block of 128x128; left out: as the checkpoint has them",
         QUANTIZATIONS,
+    )
+    ngram_embeddings_on_host: bool = option(
+        False,
+        "tables of embeddings of n-grams (Qwen4), which may be larger than a GPU's memory, stay in "
+        "the host's, pinned; the GPU reads from there the few rows that a step needs",
     )
     device: str = option("auto", "auto: a GPU if there is one", ("auto", "cpu", "cuda"))
     kernels: str = option(
@@ -345,7 +344,7 @@ class EngineConfig(Settings):
         "send it to the same ones: requests may ask for them (return_routed_experts)",
     )
     batch_invariant: bool = option(
-        _from_environment,
+        from_environment,
         "tokens and log-probabilities of a request have the same bits alone and beside any others, "
         "cold and from the cache, in any chunks, with drafts and without, and as a prompt again; "
         "the variable MEGATRON_HYBRID_BATCH_INVARIANT=1 says the same",

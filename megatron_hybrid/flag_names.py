@@ -52,6 +52,7 @@ _NAMES = {
     "--inference-rank-timeout": "--watchdog-timeout",
     "--batch-invariant": "--batch-invariant-mode --enable-deterministic-inference",
     "--enable-sleep-mode": "--enable-memory-saver",
+    "--ngram-embeddings-on-host": "--ple-offload-embedding",
 }
 _REASONS = {
     f"--gpu-memory-utilization bounds all that is taken, {_BUFFER} and {_STATES} its parts in GB": (

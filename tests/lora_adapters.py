@@ -21,6 +21,15 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "nemotron_h": (*ATTENTION, "up_proj", "down_proj", "in_proj"),
     "qwen3_5": (*ATTENTION, *MLP, "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"),
     "qwen3_next": (*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "qwen4_exp": (
+        *ATTENTION,
+        *MLP,
+        "in_proj_qkv",
+        "in_proj_z",
+        "out_proj",
+        "key_proj",
+        "value_proj",
+    ),
     "falcon_mamba": ("in_proj", "x_proj", "dt_proj"),
     "jamba": (*ATTENTION, "in_proj", "x_proj", "dt_proj", "out_proj"),
     "olmo_hybrid": (*ATTENTION, *MLP, "g_proj", "a_proj", "b_proj"),
@@ -34,9 +43,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "o_proj",
         *MLP,
     ),
+    "zaya": ("q_proj", "k_proj", "v_proj_current", "v_proj_delayed", "o_proj"),
     "kimi_linear": ("q_proj", "kv_a_proj_with_mqa", "o_proj", *MLP),
     "minimax": (*ATTENTION, "qkv_proj", "output_gate", "out_proj"),
     "lfm2": ("q_proj", "k_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3"),
+    "inkling": (*ATTENTION, *MLP, "r_proj"),
     "granite_moe_hybrid": (*ATTENTION, "input_linear", "output_linear", "in_proj", "out_proj"),
     "falcon_h1": (*ATTENTION, *MLP, "in_proj"),
     "zamba2": (*ATTENTION, "gate_up_proj", "down_proj", "in_proj", "out_proj"),
@@ -45,7 +56,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
 
 # Of a family with experts: its stacked weights.
 EXPERTS = {
+    "zaya": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     "qwen3_next": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    "inkling": (  # gates of shared experts could not be told from what they are gates of
+        "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.shared_experts.down_proj",
+    ),
     "jamba": ("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
     "granite_moe_hybrid": (
         "block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj",

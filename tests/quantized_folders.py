@@ -35,6 +35,7 @@ _STACKED = {
     "block_sparse_moe.input_linear.weight": ("block_sparse_moe.experts", ("gate_proj", "up_proj")),
     "block_sparse_moe.output_linear.weight": ("block_sparse_moe.experts", ("down_proj",)),
     "experts.gate_up_proj": ("experts", ("gate_proj", "up_proj")),
+    "experts.gate_proj": ("experts", ("gate_proj",)),
     "experts.up_proj": ("experts", ("up_proj",)),
     "experts.down_proj": ("experts", ("down_proj",)),
 }

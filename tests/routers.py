@@ -58,15 +58,18 @@ class Routers:
         taken: dict[int, Ids] = {}
 
         def taker(layer: int) -> Callable[[Any, Any, Any], None]:
-            def take(_: Any, __: Any, given: Any) -> None:
-                taken[layer] = next(one for one in given if not one.is_floating_point()).numpy()
+            def take(module: Any, _: Any, given: Any) -> None:
+                ids = next(one for one in given if not one.is_floating_point())
+                if "Zaya" in type(module).__name__:  # the first one, with weight 0, stands for none
+                    ids = ids.masked_fill(given[1] == 0, module.num_experts)
+                taken[layer] = ids.numpy()
 
             return take
 
         hooks = [
             module.register_forward_hook(taker(int(re.findall(r"layers\.(\d+)\.", name)[0])))
             for name, module in self.model.named_modules()
-            if type(module).__name__.lower().endswith("topkrouter")
+            if type(module).__name__.lower().endswith(("topkrouter", "zayarouter"))
         ]
         with torch.no_grad():
             self.model(torch.tensor([tokens]))

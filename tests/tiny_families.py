@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import transformers
 
-from tests import ring_linear
+from tests import glm5_next, ring_linear
 
 
 class Tiny(NamedTuple):
@@ -63,6 +63,27 @@ _DELTA_NET: dict[str, Any] = {
         "rope_theta": 10000.0,
         "partial_rotary_factor": 0.25,
     },
+}  # fmt: skip
+_QWEN4: dict[str, Any] = _DELTA_NET | _EXPERTS | {
+    "layer_types": [
+        "linear_attention", "indexed_attention", "linear_attention", "linear_attention",
+    ],
+    "output_gate_type": "sigmoid",
+    "hc_count": 3,
+    "hc_lowrank": 12,
+    "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 96,
+    "ngram_size": 3,
+    "heads_per_ngram": 4,
+    "ngram_vocab_size_base": 90,
+    "make_ngram_vocab_size_divisible_by": 16,
+    "split_ngram_parts": 5,
+    "eos_token_id": 7,
+    "indexer_n_heads": 24,  # so that hardly a group scores 0, like others
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 12,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
 }  # fmt: skip
 _OLMO_HYBRID: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -257,6 +278,7 @@ TINY: dict[str, Tiny] = {
     ),
     "qwen3_5": Tiny("Qwen3_5", _DELTA_NET, "chunk_size", text=True),
     "qwen3_5_moe": Tiny("Qwen3_5Moe", _DELTA_NET | _EXPERTS, "chunk_size", text=True),
+    "qwen4_exp": Tiny("Qwen4Exp", _QWEN4, "chunk_size", text=True),
     "olmo_hybrid": Tiny("OlmoHybrid", _OLMO_HYBRID, "chunk_size"),
     "minimax": Tiny(
         "MiniMax",
@@ -311,6 +333,30 @@ TINY: dict[str, Tiny] = {
             "sliding_window": 21,
         },
     ),
+    "inkling": Tiny(
+        "Inkling",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            "head_dim": 16,
+            "swa_num_attention_heads": 6,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+            "sliding_window_size": 21,
+            "d_rel": 8,
+            "rel_extent": 37,
+            "log_scaling_n_floor": 24,
+            "log_scaling_alpha": 0.5,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "route_scale": 1.5,
+            "logits_mup_width_multiplier": 2.0,
+        },
+        text=True,
+    ),
     "recurrent_gemma": Tiny(
         "RecurrentGemma",
         {"num_hidden_layers": 4, "lru_width": 96, "intermediate_size": 192,
@@ -326,6 +372,11 @@ TINY: dict[str, Tiny] = {
         {"num_hidden_layers": 3, "attention_hidden_size": 96, "intermediate_size": 112,
          "context_length": 2048},
     ),
+    "zaya": Tiny(
+        "Zaya",
+        {"num_hidden_layers": 3, "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32,
+         "router_hidden_size": 24},
+    ),
     "llama": Tiny("Llama", {"num_hidden_layers": 3, "intermediate_size": 96}),
     "qwen3": Tiny("Qwen3", {"num_hidden_layers": 3, "intermediate_size": 96, "head_dim": 16}),
     "kimi_linear": Tiny(
@@ -334,6 +385,35 @@ TINY: dict[str, Tiny] = {
         | _EXPERTS
         | {"topk_group": 3, "linear_num_heads": 4, "linear_head_dim": 16},
         "chunk_size",
+    ),
+    "glm5_next": Tiny(
+        "Glm5NextText",
+        _LATENT
+        | {
+            "num_hidden_layers": 5,
+            "layer_types": [
+                "linear_attention", "indexed_attention", "indexed_attention", "linear_attention",
+                "indexed_attention",
+            ],
+            "indexer_types": ["full", "full", "shared", "full", "full"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse", "sparse"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "qk_rope_head_dim": 0,
+            "q_lora_rank": 20,
+            "linear_num_heads": 4,
+            "linear_head_dim": 16,
+            "index_topk": 12,
+            "index_kpool": 4,
+            "index_n_heads": 24,  # of few, some groups have equal scores: 0
+            "index_head_dim": 8,
+            "swiglu_limit": 0.5,  # so that it is noticed
+            "hc_mult": 3,
+            "hc_sinkhorn_iters": 5,
+        },
+        "chunk_size",
+        source=glm5_next,
     ),
     "bailing_hybrid": Tiny(
         "BailingHybrid", _LATENT | _EXPERTS | {"q_lora_rank": 20, "head_dim": 16}, "chunk_size"

@@ -55,7 +55,7 @@ def make_tiny_model(
                 drawn *= tiny.tied_scale  # or the likeliest token were always the last one again
             parameter.copy_(drawn)
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias")):
+            if name.endswith(("e_score_correction_bias", "expert_bias", "balancing_biases")):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     model.eval()
     model.save_pretrained(folder)
@@ -86,6 +86,8 @@ def draw(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Ten
         return normal - 2.0
     if last == "bias":
         return 0.2 * normal
+    if last.endswith(("states_scale", "residual_scale", "temp")):  # ZAYA's
+        return 1 + 0.2 * normal
     if last == "D" or like.ndim == 1 and any(norm in name for norm in ("norm", ".ln", "_ln")):
         return 1 + 0.2 * normal
     if last.startswith("time_mix"):
@@ -94,6 +96,8 @@ def draw(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Ten
         return normal - 1.0
     if "conv" in name and like.ndim == 3:
         return 0.5 * normal
-    if "embed" in name:
+    if "embed" in name or "rel_logits" in name:
         return normal
+    if "router_mlp" in name:  # or all tokens had the same expert
+        return normal * 3 / math.sqrt(shape[-1])
     return normal * 0.5 / math.sqrt(shape[-1])

@@ -40,6 +40,7 @@ from megatron_hybrid.engine.build import build_engine, load_weights
 from megatron_hybrid.engine.engine import DynamicInferenceEngine
 from megatron_hybrid.engine.speculation import Drafter, Ints, Tokens
 from megatron_hybrid.errors import ConfigurationError
+from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.models.hybrid_model import HybridModel
 
 PROMPT = 1024  # tokens
@@ -79,7 +80,7 @@ def make_answers_repeat(model: HybridModel) -> None:
     """After token t comes t + 1, and after the last of each PERIOD tokens the first of them; where
     embedding and head are one, the other one of a pair, 2 k and 2 k + 1. All layers compute what
     they did, but an embedding so much larger than what they add decides alone."""
-    assert model.embedding is not None and model.final_norm is not None
+    assert model.embedding is not None and isinstance(model.final_norm, RMSNorm)
     embedding = model.embedding.weight
     embedding.mul_(64 / embedding.float().std())
     if model.lm_head is None:

@@ -49,7 +49,7 @@ class PagePart:
     along `axis`, in order the `runs` (first row, count)."""
 
     layer: int  # in the whole model
-    name: str  # key, value, conv, ssm, values, scales, logits
+    name: str  # key, value, index, conv, ssm, values, scales, logits
     dtype: str  # torch's name
     shape: tuple[int, ...]  # as the bytes lie, the last dimension side by side
     axis: int
@@ -227,6 +227,9 @@ def _block_parts(model: HybridModel, caches: LayerCaches) -> Iterator[PagePart]:
         heads = _Split.of_weight(parts, attention.key_role, each=dim)
         for name, rows in (("key", cache.key), ("value", cache.value)):
             yield _part(layer, name, rows, heads, axis=1)
+        if cache.index is not None:  # every rank has all of it
+            whole = _Split.whole(cache.index.shape[2])
+            yield _part(layer, "index", cache.index, whole, axis=1)
 
 
 def _state_parts(model: HybridModel, caches: LayerCaches) -> Iterator[PagePart]:
@@ -272,8 +275,11 @@ def _recurrent(model: HybridModel) -> dict[int, RecurrentMixer]:
 
 def _channels(layer: RecurrentMixer) -> _Split:
     """Of the convolution's state."""
-    roles = "conv1d", "conv", "conv_1d", "q_conv1d", "k_conv1d", "v_conv1d"
-    names = [f"{role}.weight" for role in roles]  # each layer has some of these
+    if layer.state_runs is not None:
+        runs, total = layer.state_runs
+        return _Split(tuple(runs), total)
+    roles = "conv1d conv conv_1d q_conv1d k_conv1d v_conv1d k_sconv v_sconv sconv"
+    names = [f"{role}.weight" for role in roles.split()]  # each layer has some of these
     parts = [part for part in layer.weight_parts() if part.role in names]
     if not parts:  # of a Delay, of RWKV: it is no weight, and every rank has all of it
         return _Split.whole(layer.spec.conv_shape[0])

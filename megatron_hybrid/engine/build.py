@@ -13,7 +13,7 @@ from megatron_hybrid.cache.checkpoint_placement import CheckpointPlacement
 from megatron_hybrid.cache.geometry import GIB, CacheGeometry
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.config import EngineConfig
-from megatron_hybrid.engine import build_adapters, build_weights
+from megatron_hybrid.engine import build_adapters, build_tables, build_weights
 from megatron_hybrid.engine.adapters import Adapters
 from megatron_hybrid.engine.build_host_memory import (
     begin_lower_tier,
@@ -215,7 +215,7 @@ def build_engine(
     if arena is not None:
         engine.sleeper.use(model, arena, parallel.lockstep.minimum)
     engine.statistics.weight_bytes = weights = model.weight_bytes()
-    if copies := _bytes_of_copies(config, model):
+    if copies := build_weights.bytes_of_copies(config, model):
         weights["float8_e4m3fn, copies of others"] = copies
     if parallel.is_first:
         logger.info("weights: %s", ", ".join(f"{n / GIB:.3f} GB {f}" for f, n in weights.items()))
@@ -318,9 +318,13 @@ class _Plan:
         replay_chunk = None
         if kernels.replays is not None:
             replay_chunk = replay_chunk_of(model_config.pattern, kernels.replays)
+        tables = build_tables.on_host(config, device)
         with torch.device("meta"):  # so that memory is planned before anything large is read
             formats = formats_of(folder, config.quantization, config.load_format)
-            shapes = HybridModel(model_config, parallel, *dtypes, mtp, formats, replay_chunk)
+            shapes = HybridModel(
+                model_config, parallel, *dtypes, mtp, formats, replay_chunk, tables
+            )
+        build_tables.check_tables(config, shapes)
         build_adapters.check_adapters(config, shapes, device)
         check_batch_invariant(config, shapes)
         check_host_memory(config, shapes)
@@ -351,6 +355,7 @@ def _load(plan: _Plan, alone: bool) -> HybridModel:
         mtp=plan.mtp,
         quantization=plan.config.quantization,
         replay_chunk=plan.replay_chunk,
+        tables_on_host=build_tables.on_host(plan.config, plan.device),
         **dtypes_of(plan.config, plan.model_config, plan.device)._asdict(),
     )
     if alone:
@@ -439,11 +444,4 @@ def _graph_sizes(plan: _Plan, max_requests: int) -> tuple[GraphSize, ...]:
 def _bytes_to_load(plan: _Plan) -> int:
     weights = sum(weight.nbytes for weight in plan.shapes.parameters())
     weights += build_adapters.adapter_bytes(plan.config, plan.shapes)
-    return weights + _bytes_of_copies(plan.config, plan.shapes)
-
-
-def _bytes_of_copies(config: EngineConfig, model: HybridModel) -> int:
-    """In FP8, that Transformer Engine keeps beside weights."""
-    if config.fp8_format is None:
-        return 0
-    return sum(weight.numel() for weight in rounded_weights(model))
+    return weights + build_weights.bytes_of_copies(plan.config, plan.shapes)

@@ -12,7 +12,7 @@ from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.execution.routed_reader import RoutedReader
 from megatron_hybrid.layers.inputs import RoutedSpec
-from megatron_hybrid.models.config import EXPERTS, HybridModelConfig
+from megatron_hybrid.models.config import EXPERTS, WITH_KV, HybridModelConfig
 from megatron_hybrid.models.families.registry import family_of
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.routed_experts import FLAG
@@ -28,10 +28,10 @@ def check_routed_experts(config: EngineConfig, model: HybridModelConfig) -> None
         raise ConfigurationError(
             f"{FLAG} is given, but the model ({model.model_type}) has no experts; leave it out."
         )
-    if model.attention is None:
+    if not set(model.pattern) & WITH_KV:
         raise ConfigurationError(
-            f"{FLAG} is given, but the model ({model.model_type}) has no attention, beside whose "
-            "keys and values experts are kept; leave it out."
+            f"{FLAG} is given, but the model ({model.model_type}) has no attention to all tokens, "
+            "beside whose keys and values experts are kept; leave it out."
         )
     if config.pipeline_model_parallel_size > 1:
         raise ConfigurationError(
@@ -50,7 +50,7 @@ def routed_spec(config: EngineConfig, model: HybridModelConfig) -> RoutedSpec | 
     """What is kept of each token; None: nothing."""
     if not config.enable_return_routed_experts or model.moe is None:
         return None
-    dtype = torch.uint8 if model.moe.num_experts <= 256 else torch.int16
+    dtype = torch.uint8 if model.moe.num_choices <= 256 else torch.int16
     return RoutedSpec(model.pattern.count(EXPERTS), model.moe.experts_per_token, dtype)
 
 

@@ -10,9 +10,17 @@ import torch
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.engine.build_fingerprint import build_fingerprint
 from megatron_hybrid.engine.weights import EngineWeights
+from megatron_hybrid.models.checkpoints.weights import rounded_weights
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.rank_layout import RankLayout
 from megatron_hybrid.weight_transfer.transfers import WeightTransfers
+
+
+def bytes_of_copies(config: EngineConfig, model: HybridModel) -> int:
+    """In FP8, that Transformer Engine keeps beside weights."""
+    if config.fp8_format is None:
+        return 0
+    return sum(weight.numel() for weight in rounded_weights(model))
 
 
 def complete(

@@ -10,6 +10,7 @@ from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels import kernel_set
 from megatron_hybrid.kernels.linear.whole_tiles import places_matter
+from megatron_hybrid.layers.convolved_attention import ConvolvedAttention
 from megatron_hybrid.layers.latent_attention import LatentAttention
 from megatron_hybrid.layers.moe import MoE
 from megatron_hybrid.models.config import (
@@ -43,7 +44,7 @@ def check_products(config: EngineConfig, model: HybridModel, device: torch.devic
         return
     weights = [weight for weight, _ in model.plain_weights()]
     for layer in model.modules():
-        if isinstance(layer, MoE | LatentAttention):
+        if isinstance(layer, MoE | LatentAttention | ConvolvedAttention):
             weights += layer.plain_weights()
     for (rows, columns), weight in {weight.shape: weight for weight in weights}.items():
         if places_matter(weight):

@@ -64,6 +64,7 @@ def host_geometry(geometry: CacheGeometry, form: HostForm, stages: ModelStages) 
             for dim in spec.dims
             if dim
         ]
+        sizes += [geometry.block_size * one.index_bytes for one in stages.kv_specs.values()]
         geometry = replace(geometry, bytes_per_block=sum(sizes))
     if form.states is not None and geometry.has_recurrent:
         size = bytes_per_state(stages.state_specs.values(), form.states)

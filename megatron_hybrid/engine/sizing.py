@@ -143,6 +143,7 @@ def derive_geometry(
     kernel_chunk = math.lcm(*(spec.kernel_chunk for spec in state_specs)) if state_specs else 1
     granule = kernel_chunk if batch_invariant else 1
     windows = _windows(config, kv_specs, granule, batch_invariant)
+    _check_groups(block_size, kv_specs)
     own_block = _bytes_per_block(stage.kv_specs, block_size)
     own_window_block = _bytes_per_block(stage.kv_specs, block_size, windowed=True)
     if stage.routed is not None:
@@ -243,6 +244,15 @@ def _windows(
     )  # fmt: skip
     of_prompts = config.inference_dynamic_batching_max_tokens // size + 1
     return _Windows(window, alignment, ahead, own.window_quota, own.window_of_state, of_prompts)
+
+
+def _check_groups(block_size: int, kv_specs: Iterable[KVSpec]) -> None:
+    for group in sorted({spec.index_group for spec in kv_specs}):
+        if block_size % group:
+            raise ConfigurationError(
+                f"--inference-dynamic-batching-block-size is {block_size}, but must be a multiple "
+                f"of {group}: attention of the model chooses among groups of {group} tokens."
+            )
 
 
 def packed_states_dtype(config: EngineConfig) -> torch.dtype | None:

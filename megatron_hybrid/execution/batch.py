@@ -188,7 +188,10 @@ class BatchBuilder:
                 cu_chunk_seqlens=bounds,
             )
         static, run = size is not None, decode.longest_run
-        whole = paged_sequences(step, decode.host, room.decodes, static=static, longest_run=run)
+        whole = paged_sequences(
+            step, decode.host, room.decodes, static=static, longest_run=run,
+            most_blocks=rows.block_table.shape[1],
+        )  # fmt: skip
         return StepInputs(
             token_ids=step.token_ids,
             positions=step.positions,

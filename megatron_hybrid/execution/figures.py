@@ -111,6 +111,7 @@ def paged_sequences(
     *,
     static: bool,
     longest_run: int = 0,
+    most_blocks: int = 0,
 ) -> PagedSequences:
     """Of a step's figures, which lie on the host, too; the others as in PagedSequences."""
     return PagedSequences(
@@ -124,6 +125,7 @@ def paged_sequences(
         host=host,
         static=static,
         longest_run=longest_run,
+        most_blocks=most_blocks,
     )
 
 

@@ -128,7 +128,13 @@ class GraphDecodes:
         if kv_indices.dtype != np.int32:  # on a CPU
             host = PagedHost(*(part.astype(np.int32) for part in host))
         paged, own = (
-            paged_sequences(device, host, size.decodes, static=True),
+            paged_sequences(
+                device,
+                host,
+                size.decodes,
+                static=True,
+                most_blocks=self._rows.block_table.shape[1],
+            ),  # fmt: skip
             self._kept.host.window,
         )
         return StepInputs(

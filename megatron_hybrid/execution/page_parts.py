@@ -173,6 +173,8 @@ def _blocks_of(caches: LayerCaches, form: HostForm) -> Iterable[Part]:
                 yield _exact(tensor)
             else:
                 yield RoundedPart(tensor, dtype=form.kv, over=_KV_OVER)
+        if cache.index is not None:
+            yield _exact(cache.index)
     if caches.routed is not None:
         yield _exact(caches.routed)
 

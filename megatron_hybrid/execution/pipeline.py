@@ -4,8 +4,10 @@ What one stage hands on travels as one message, between ranks of the same tensor
 Messages lie in static memory: a CUDA graph reads the one that was received and writes the one that
 is sent, and sending and receiving are enqueued on the stream before and after it.
 
-message  residual [rows, hidden] | mixed [rows, hidden] | embeddings [rows, hidden], if a later
-                                                          block reads them
+message  residual [rows, hidden] | mixed [rows, hidden]
+         | embeddings [rows, hidden], if a later block reads them
+         | what routers carry [rows, size], if a later one reads it
+  or     streams [rows, streams * hidden], with nothing that is still to be added
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from torch import Tensor
 from megatron_hybrid.layers.inputs import StepInputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.models.config import SHARED_TRANSFORMER
-from megatron_hybrid.models.hybrid_model import Hidden, HybridModel
+from megatron_hybrid.models.hidden import Hidden
+from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import RankGroup
 
 
@@ -70,12 +73,17 @@ class _Message:
     ) -> None:
         config = model.config
         self._is_behind_mixing = boundary > model.stages.last_mixing
-        self._hidden = config.hidden_size
-        residual = torch.float32 if config.residual_in_fp32 else model.dtype
-        self._dtypes = [residual, model.dtype]
-        if SHARED_TRANSFORMER in config.pattern[boundary:]:
-            self._dtypes.append(model.dtype)
-        self._row_bytes = self._hidden * sum(dtype.itemsize for dtype in self._dtypes)
+        hidden, dtype = config.hidden_size, model.dtype
+        residual = torch.float32 if config.residual_in_fp32 else dtype
+        reads = SHARED_TRANSFORMER in config.pattern[boundary:]
+        # By Hidden's fields: numbers in a row, of which there may be none, and their type.
+        self._parts = (
+            (config.residual_size, residual),
+            (hidden * (config.streams is None), dtype),
+            (hidden * reads, dtype),
+            (config.carried_size(boundary), dtype),
+        )
+        self._row_bytes = sum(size * dtype.itemsize for size, dtype in self._parts)
         self._bytes = torch.zeros(max_rows * self._row_bytes, dtype=torch.uint8, device=device)
 
     def _rows(self, inputs: StepInputs) -> int:
@@ -88,10 +96,13 @@ class _Message:
     def values(self, inputs: StepInputs) -> Hidden:
         """Views of the message."""
         rows = self._rows(inputs)
-        sizes = [rows * self._hidden * dtype.itemsize for dtype in self._dtypes]
-        parts = [
-            part.view(dtype).view(rows, self._hidden)
-            for part, dtype in zip(self.of_step(inputs).split(sizes), self._dtypes, strict=True)
+        sizes = [rows * size * dtype.itemsize for size, dtype in self._parts]
+        found = [
+            part.view(dtype).view(rows, size) if size else None
+            for part, (size, dtype) in zip(
+                self.of_step(inputs).split(sizes), self._parts, strict=True
+            )
         ]
-        residual, mixed, *embeddings = parts
-        return Hidden(residual, mixed, embeddings[0] if embeddings else None)
+        residual, *others = found
+        assert residual is not None
+        return Hidden(residual, *others)

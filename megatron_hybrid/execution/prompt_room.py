@@ -12,6 +12,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from megatron_hybrid.kernels.kernel_set import KernelSet
+from megatron_hybrid.layers.ngram_table import TABLES
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.weight_shares import weight_shares
 
@@ -41,7 +42,8 @@ class PromptRoom(NamedTuple):
         """Of one rank's part of a model, whose weights need not be there; for steps of up to so
         many prompts. `kernels`: that it runs on."""
         launches = _LAUNCHES * len(model.blocks)
-        left = launches - sum(model.weight_bytes().values()) / _READ
+        read = sum(size for kind, size in model.weight_bytes().items() if TABLES not in kind)
+        left = launches - read / _READ
         tokens = max(0, int(left * _MULTIPLIED / max(bytes_of_a_token(model), 1)))
         kinds = model.attention_kinds
         shapes = {kind: layer.shape(block_size) for kind, layer in kinds.items()}
@@ -51,10 +53,7 @@ class PromptRoom(NamedTuple):
         )
         if not shapes:
             return cls(tokens)
-        captured = (
-            kinds[kind].kernel(kernels).most_captured(shape, prompts)
-            for kind, shape in shapes.items()
-        )
+        captured = (own.most_captured(kernels, block_size, prompts) for own in kinds.values())
         return cls(
             min(tokens, *captured),
             int(_ATTENTION * launches * _ATTENDED / max(operations, 1)),

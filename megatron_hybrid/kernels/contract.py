@@ -158,6 +158,7 @@ class PagedSequences:
     stand behind the real ones and have one token of KV, the first of block 0; tokens past
     cu_seqlens[sequences] are padding, whose attention nobody reads.
 
+    `most_blocks`: where static, that a sequence can have; 0: nobody knows.
     `longest_run`: not 0 where decodes have drafts: so many queries each at most. Then on a GPU only
     the device knows their kv_length; the host's is the largest that is possible.
     """
@@ -172,6 +173,7 @@ class PagedSequences:
     host: PagedHost
     static: bool = False
     longest_run: int = 0
+    most_blocks: int = 0
 
     def decodes_alone(self) -> PagedSequences:
         """The first sequences, without the prompts behind them."""
@@ -249,6 +251,22 @@ def _cumulative(lengths: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
+class IndexShape(NamedTuple):
+    """How attention with an index chooses what a query sees: so many groups of tokens, counted from
+    the sequence's start, and those behind the last group that is whole. `group` divides the block
+    size."""
+
+    heads: int  # of index queries; every rank has all of them
+    dim: int  # of an index query and of a group's key
+    group: int  # tokens
+    chosen: int  # groups
+
+    @property
+    def budget(self) -> int:
+        """Tokens of the chosen groups: a sequence of no more is seen as a whole."""
+        return self.group * self.chosen
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """What is the same for every attention layer of a kind, on this rank.
@@ -257,6 +275,7 @@ class AttentionShape:
     anywhere then, as with the first block that is still there.
     `first_position`: KV before it is not seen. A query before it sees nothing: its output is
     undefined, or zeros on a GPU, where padded sequences have such queries.
+    `relative`: scores have a bias by distance, a RelativeBias that attention is called with.
     """
 
     heads: int
@@ -271,6 +290,8 @@ class AttentionShape:
     # like keys, and beside them.
     value_dim: int | None = None
     window: int = 0
+    relative: bool = False
+    index: IndexShape | None = None  # None: queries see all
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,12 +304,21 @@ class KVCache:
     In FP8 a number x is stored as x / scale, rounded to e4m3 as to_fp8 does, and stands for that
     times the scale. Numbers on the host, so that launches that are captured in a CUDA graph have
     them: they stay as long as the cache.
+
+    `index`: of attention with an index (IndexedAttention), [blocks, block_size, index_dim] in the
+    model's type.
     """
 
     key: Tensor
     value: Tensor
     k_scale: float = 1.0
     v_scale: float = 1.0
+    index: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it has of tokens."""
+        return (self.key, self.value, *(() if self.index is None else (self.index,)))
 
     @property
     def is_fp8(self) -> bool:

@@ -29,10 +29,16 @@ from megatron_hybrid.kernels.channel_scans import (
     WKVTokens,
 )
 from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
+from megatron_hybrid.kernels.convolved_heads import reference as convolved_heads
+from megatron_hybrid.kernels.convolved_heads import whole_tiles as convolved_heads_by_tiles
+from megatron_hybrid.kernels.convolved_heads.protocol import ConvolvedHeads
 from megatron_hybrid.kernels.experts import reference as experts
 from megatron_hybrid.kernels.experts import whole_tiles as experts_by_tiles
 from megatron_hybrid.kernels.experts.protocol import Experts
 from megatron_hybrid.kernels.gated_delta_rule import reference as gated_delta_rule
+from megatron_hybrid.kernels.indexed_attention import by_key_tiles as indexed_by_key_tiles
+from megatron_hybrid.kernels.indexed_attention import reference as indexed_attention
+from megatron_hybrid.kernels.indexed_attention.protocol import IndexedAttention
 from megatron_hybrid.kernels.latent_attention import by_key_tiles as latents_by_key_tiles
 from megatron_hybrid.kernels.latent_attention import reference as latent_attention
 from megatron_hybrid.kernels.latent_attention.protocol import LatentAttention
@@ -58,6 +64,8 @@ from megatron_hybrid.kernels.runs import plan_runs
 from megatron_hybrid.kernels.sampling import reference as sampling
 from megatron_hybrid.kernels.sampling.protocol import Sampling
 from megatron_hybrid.kernels.slots import plan_decode
+from megatron_hybrid.kernels.streams import reference as streams
+from megatron_hybrid.kernels.streams.protocol import Streams
 from megatron_hybrid.kernels.whole_segments import UpdatedSlots
 from megatron_hybrid.kernels.wkv import reference as wkv
 
@@ -83,6 +91,7 @@ class KernelSet:
     activation: kinds.Activation
     linear: kinds.Linear
     experts: Experts
+    convolved_heads: ConvolvedHeads
     rope: kinds.Rope
     sampling: Sampling
     captures: bool  # its kernels may be captured in a CUDA graph: none waits for the host
@@ -97,10 +106,12 @@ class KernelSet:
     # What computes more of a layer at once, where there is something.
     projected_mamba1: ProjectedMamba1 | None = None
     lora: Lora = lora
+    streams: Streams = streams
     # In plain torch alone: models with them run on the reference's kernels everywhere.
     rg_lru: Scan[RGLRUTokens, RGLRUConstants] = rg_lru
     wkv: Scan[WKVTokens, WKVConstants] = wkv
     mlstm: Scan[MLSTMTokens, MLSTMConstants] = mlstm
+    indexed_attention: IndexedAttention = indexed_attention
     # What a step's adapters add to the linear layers, which find it here; None: nothing.
     adapters: StepAdapters | None = None
 
@@ -120,6 +131,7 @@ REFERENCE = KernelSet(
     activation=activation,
     linear=linear,
     experts=experts,
+    convolved_heads=convolved_heads,
     rope=rope,
     sampling=sampling,
     captures=False,
@@ -132,8 +144,10 @@ REFERENCE_INVARIANT = replace(
     name="reference, batch-invariant",
     attention=by_key_tiles,
     latent_attention=latents_by_key_tiles,
+    indexed_attention=indexed_by_key_tiles,
     linear=linear_by_tiles,
     experts=experts_by_tiles,
+    convolved_heads=convolved_heads_by_tiles,
     lora=lora_by_tiles,
     replays=TORCH_REPLAYS,
 )
@@ -202,17 +216,20 @@ def with_transformer_engine(
 
 def _gpu_invariant() -> KernelSet:
     from megatron_hybrid.kernels.experts import triton_in_order as experts
+    from megatron_hybrid.kernels.indexed_attention.triton import TritonIndexedAttention
     from megatron_hybrid.kernels.latent_attention.triton import TritonLatentAttention
     from megatron_hybrid.kernels.linear import triton_in_order as linear
     from megatron_hybrid.kernels.lora import triton_in_order as lora
     from megatron_hybrid.kernels.paged_attention.triton_by_split import SplitAttention
     from megatron_hybrid.kernels.replay_triton.replays import TRITON_REPLAYS
 
+    attention, latents = SplitAttention(), TritonLatentAttention(batch_invariant=True)
     return replace(
         _gpu(),
         name="gpu, batch-invariant",
-        attention=SplitAttention(),
-        latent_attention=TritonLatentAttention(batch_invariant=True),
+        attention=attention,
+        latent_attention=latents,
+        indexed_attention=TritonIndexedAttention(attention, latents, batch_invariant=True),
         linear=linear,
         lora=lora,
         experts=experts,
@@ -226,8 +243,10 @@ def _gpu() -> KernelSet:
     # Triton is not installed on every machine.
     from megatron_hybrid.kernels.activation import triton as activation
     from megatron_hybrid.kernels.causal_conv1d import triton as conv
+    from megatron_hybrid.kernels.convolved_heads import triton as convolved_heads
     from megatron_hybrid.kernels.experts import triton as experts
     from megatron_hybrid.kernels.gated_delta_rule import triton as gated_delta_rule
+    from megatron_hybrid.kernels.indexed_attention.triton import TritonIndexedAttention
     from megatron_hybrid.kernels.latent_attention.triton import TritonLatentAttention
     from megatron_hybrid.kernels.linear import triton as linear
     from megatron_hybrid.kernels.lora import triton as lora
@@ -238,6 +257,7 @@ def _gpu() -> KernelSet:
     from megatron_hybrid.kernels.packed_states import triton as packing
     from megatron_hybrid.kernels.rope import triton as rope
     from megatron_hybrid.kernels.sampling import triton as sampling
+    from megatron_hybrid.kernels.streams import triton as streams
 
     found = replace(
         REFERENCE,
@@ -254,16 +274,21 @@ def _gpu() -> KernelSet:
         activation=activation,
         linear=linear,
         experts=experts,
+        convolved_heads=convolved_heads,
         rope=rope,
         sampling=sampling,
         captures=True,
         lora=lora,
         projected_mamba1=projected_mamba1,
+        streams=streams,
     )
     if importlib.util.find_spec("flashinfer") is None:
         from megatron_hybrid.kernels.paged_attention.triton import TritonAttention
 
-        return replace(found, attention=TritonAttention())
-    from megatron_hybrid.kernels.paged_attention.flashinfer import FlashInferAttention
+        attention: kinds.Attention = TritonAttention()
+    else:
+        from megatron_hybrid.kernels.paged_attention.flashinfer import FlashInferAttention
 
-    return replace(found, attention=FlashInferAttention())
+        attention = FlashInferAttention()
+    indexed = TritonIndexedAttention(attention, found.latent_attention)
+    return replace(found, attention=attention, indexed_attention=indexed)

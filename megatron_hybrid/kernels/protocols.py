@@ -254,6 +254,20 @@ class Packing(Protocol):
         """Into full slots."""
 
 
+class RelativeBias(NamedTuple):
+    """What is added to attention's scores, after their scale: each head of a token has a profile of
+    biases by distance of its own, a sum of those in a bank by its weights. The score of the key
+    that is d tokens before a query has weights . bank[:, d] more, from d = extent on nothing."""
+
+    weights: Tensor  # [tokens, heads, profiles] in the queries' type, tokens may be strided
+    bank: Tensor  # [profiles, extent] in the queries' type, contiguous
+
+    @property
+    def extent(self) -> int:
+        """Distances that have a bias."""
+        return int(self.bank.shape[1])
+
+
 class PagedKernel(Protocol):
     """What reads a paged KV cache."""
 
@@ -270,9 +284,11 @@ class Attention(PagedKernel, Protocol):
     def append(self, key: Tensor, value: Tensor, cache: KVCache, plan: Plan) -> None:
         """The step's keys and values [tokens, kv_heads, head_dim] into the cache."""
 
-    def attend(self, query: Tensor, cache: KVCache, plan: Plan) -> Tensor:
+    def attend(
+        self, query: Tensor, cache: KVCache, plan: Plan, bias: RelativeBias | None = None
+    ) -> Tensor:
         """query [tokens, heads, head_dim], tokens may be strided -> [tokens, heads, head_dim]. The
-        step's own keys and values are in the cache already."""
+        step's own keys and values are in the cache already. `bias`: where the shape is relative."""
 
     def copy_tokens(self, cache: KVCache, source: Tensor, destination: Tensor) -> None:
         """KV at the places source [tokens] to the places destination [tokens], counted like
@@ -288,7 +304,8 @@ class Norm(Protocol):
         self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None
     ) -> Tensor:
         """x / rms(x) * weight over the last dimension: [..., size], rows contiguous -> the same in
-        `dtype`, by default the weight's, in which it is computed."""
+        `dtype`, by default the weight's, in which it is computed. weight [size], or one for each
+        head [heads, size] of x [tokens, heads, size]."""
 
     def rms_norm_parts(
         self, x: Tensor, sections: tuple[int, int, int], weight: Tensor, eps: float

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import FP8, AttentionShape, KVCache
 from megatron_hybrid.kernels.kernel_set import KernelSet
-from megatron_hybrid.kernels.protocols import HeadNorms, Inputs, PagedKernel, Reader
+from megatron_hybrid.kernels.protocols import HeadNorms, Inputs, PagedKernel, Plan, Reader
 from megatron_hybrid.layers.cached_attention import CachedAttention
 from megatron_hybrid.layers.inputs import KVSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
@@ -54,35 +54,19 @@ class AttentionConfig:
         return Attention(self, context)
 
 
-class Attention(CachedAttention):
-    """KV heads are split over the ranks, or replicated where there are fewer heads than ranks."""
+class GroupedQueryAttention(CachedAttention):
+    """Heads, their KV cache, and the projection of what they give. KV heads are split over the
+    ranks, or replicated where there are fewer heads than ranks."""
 
-    key_role = "k_proj.weight"
-
-    def __init__(
-        self, config: AttentionConfig, context: LayerContext, input_size: int | None = None
-    ) -> None:
-        """`input_size`: where it is not the hidden size."""
+    def __init__(self, config: AttentionConfig, context: LayerContext) -> None:
         super().__init__(context, config.rope)
-        assert not (config.output_gate and config.head_gate)
         self.config = config
         self.kind = "sliding_attention" if config.window else "attention"
         if self.kv_dtype == FP8:
             self.scale_by(1.0, 1.0)
         self.heads = context.share(config.num_heads, "attention heads")
         self.kv_heads = context.share(config.num_kv_heads, "KV heads", or_copy=True)
-        queries, keys = self.heads * config.head_dim, self.kv_heads * config.head_dim
-        gates = queries if config.output_gate else self.heads * config.head_gate
-        self.qkv_sections = [queries + 2 * keys, gates]
-        self.qkv_proj = context.to_rows(sum(self.qkv_sections), config.qkv_bias, input_size)
-        self.o_proj = context.to_hidden(queries, config.output_bias)
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            sizes = (queries, keys) if config.norm_over_heads else (config.head_dim,) * 2
-            self.q_norm, self.k_norm = (
-                RMSNorm(size, context.eps, context.dtype, config.zero_centered_norm)
-                for size in sizes
-            )
+        self.o_proj = context.to_hidden(self.heads * config.head_dim, config.output_bias)
 
     def scale_by(self, k_scale: float, v_scale: float) -> None:
         """As in CachedAttention."""
@@ -109,13 +93,40 @@ class Attention(CachedAttention):
         """As in CachedAttention."""
         return kernels.attention
 
+    def _cache(self, plans: KernelPlans, layer: int) -> KVCache:
+        cache = plans.caches.kv[layer]
+        return replace(cache, k_scale=self.k_scale, v_scale=self.v_scale)
+
+
+class Attention(GroupedQueryAttention):
+    """Queries, keys and values are one projection, with gates behind them."""
+
+    key_role = "k_proj.weight"
+
+    def __init__(
+        self, config: AttentionConfig, context: LayerContext, input_size: int | None = None
+    ) -> None:
+        """`input_size`: where it is not the hidden size."""
+        super().__init__(config, context)
+        assert not (config.output_gate and config.head_gate)
+        queries, keys = self.heads * config.head_dim, self.kv_heads * config.head_dim
+        self.qkv_sections = [queries + 2 * keys, sum(rows.size for rows in self._beside())]
+        self.qkv_proj = context.to_rows(sum(self.qkv_sections), config.qkv_bias, input_size)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            sizes = (queries, keys) if config.norm_over_heads else (config.head_dim,) * 2
+            self.q_norm, self.k_norm = (
+                RMSNorm(size, context.eps, context.dtype, config.zero_centered_norm)
+                for size in sizes
+            )
+
     @property
     def reader(self) -> Reader | None:
         return self.qkv_proj.reader
 
     def weight_parts(self) -> Parts:
         config = self.config
-        yield from fused(self._qkv_rows(), self.qkv_proj, config.input_multiplier)
+        yield from fused(self._rows(), self.qkv_proj, config.input_multiplier)
         yield from row_parallel("o_proj", self.o_proj, config.out_multiplier)
         for name, norm in (("q", self.q_norm), ("k", self.k_norm)):
             if norm is not None:
@@ -125,24 +136,38 @@ class Attention(CachedAttention):
                     parts = (_channels(part, rows) for part in parts)
                 yield from parts
 
+    def _rows(self) -> list[Rows]:
+        """Of the projection."""
+        return self._qkv_rows()
+
     def _qkv_rows(self) -> list[Rows]:
-        config, dim, rank = self.config, self.config.head_dim, self.parallel.rank
-        queries, keys = config.num_heads * dim, config.num_kv_heads * dim
-        first = rank * self.heads * dim
-        first_key = rank * config.num_kv_heads // self.parallel.size * dim
-        q, gates = [Rows("q_proj", self.heads * dim, first, queries)], []
-        if config.output_gate:  # in the checkpoint a head's gate follows its query
-            q, gates = (
-                [
-                    Rows("q_proj", dim, 2 * (first + head * dim) + behind, 2 * queries)
-                    for head in range(self.heads)
-                ]
-                for behind in (0, dim)
-            )
+        dim, rank = self.config.head_dim, self.parallel.rank
+        queries, first = self.config.num_heads * dim, rank * self.heads * dim
+        q = [Rows("q_proj", self.heads * dim, first, queries)]
+        if self.config.output_gate:
+            q = self._in_turn(0)
+        return [*q, *self._kv(), *self._beside()]
+
+    def _kv(self) -> list[Rows]:
+        config, dim = self.config, self.config.head_dim
+        first = self.parallel.rank * config.num_kv_heads // self.parallel.size * dim
+        size, total = self.kv_heads * dim, config.num_kv_heads * dim
+        return [Rows(name, size, first, total) for name in ("k_proj", "v_proj")]
+
+    def _beside(self) -> list[Rows]:
+        """Of gates, which lie behind those of queries, keys and values."""
+        config = self.config
+        if config.output_gate:
+            return self._in_turn(config.head_dim)
         if config.head_gate:
-            gates = [Rows("g_proj", self.heads, rank * self.heads, config.num_heads)]
-        kv = [Rows(name, self.kv_heads * dim, first_key, keys) for name in ("k_proj", "v_proj")]
-        return [*q, *kv, *gates]
+            return [Rows("g_proj", self.heads, self.parallel.rank * self.heads, config.num_heads)]
+        return []
+
+    def _in_turn(self, behind: int) -> list[Rows]:
+        """Of queries or gates: in the checkpoint a head's gate follows its query."""
+        dim, total = self.config.head_dim, 2 * self.config.num_heads * self.config.head_dim
+        heads = range(self.parallel.rank * self.heads, (self.parallel.rank + 1) * self.heads)
+        return [Rows("q_proj", dim, 2 * head * dim + behind, total) for head in heads]
 
     def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; writes the tokens' keys and values."""
@@ -161,13 +186,21 @@ class Attention(CachedAttention):
         qkv, gate = projected.split(self.qkv_sections, dim=1)
         cache = self._cache(plans, layer)
         query = self._prepare(qkv, plans, cache)
-        out = kernels.attention.attend(query, cache, plans.attention[self.kind]).flatten(1)
+        out = self._attended(query, cache, plans).flatten(1)
         if self.config.head_gate:
             gate = gate.repeat_interleave(self.config.head_dim, dim=1)
         if gate.shape[1]:
             gated = kernels.activation.gate(out, gate, "sigmoid", self.o_proj.reader)
             return self.o_proj(gated, kernels)
         return self.o_proj(out, kernels)
+
+    def _attended(self, query: Tensor, cache: KVCache, plans: KernelPlans) -> Tensor:
+        """[tokens, heads, head_dim]"""
+        return plans.kernels.attention.attend(query, cache, self._paged(plans))
+
+    def _paged(self, plans: KernelPlans) -> Plan:
+        """Of attention to all tokens."""
+        return plans.attention[self.kind]
 
     def _prepare(self, qkv: Tensor, plans: KernelPlans, cache: KVCache) -> Tensor:
         """[tokens, (heads + 2 * kv_heads) * head_dim], as projected -> queries [tokens, heads,
@@ -179,7 +212,7 @@ class Attention(CachedAttention):
             else:
                 norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         heads = qkv.unflatten(1, (-1, self.config.head_dim))
-        rotation, paged = plans.rotation.get(self.kind), plans.attention[self.kind]
+        rotation, paged = plans.rotation.get(self.kind), self._paged(plans)
         return plans.kernels.rope.prepare(heads, norms, rotation, cache, paged)
 
     def _normed_over_heads(
@@ -200,10 +233,6 @@ class Attention(CachedAttention):
             scale = (total / max(x.shape[1] * self.parallel.size, 1) + norm.eps).rsqrt()
             parts.append((x * scale).to(norm.weight.dtype) * norm.weight[: x.shape[1]])
         return torch.cat([*(part.to(qkv.dtype) for part in parts), value], dim=1)
-
-    def _cache(self, plans: KernelPlans, layer: int) -> KVCache:
-        cache = plans.caches.kv[layer]
-        return KVCache(cache.key, cache.value, self.k_scale, self.v_scale)
 
 
 def _channels(part: Part, rows: Rows) -> WeightPart:

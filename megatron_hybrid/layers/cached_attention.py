@@ -61,6 +61,10 @@ class CachedAttention(Mixer):
     def kernel(self, kernels: KernelSet) -> PagedKernel:
         """Of these the one that computes it."""
 
+    def most_captured(self, kernels: KernelSet, block_size: int, prompts: int) -> int:
+        """As of PagedKernel, of this layer."""
+        return self.kernel(kernels).most_captured(self.shape(block_size), prompts)
+
     def plan(self, inputs: StepInputs, caches: LayerCaches, kernels: KernelSet) -> Plan:
         """What its kernels work out on the host, once a step for all layers of its kind."""
         shape = self.shape(caches.kv[self.layer].key.shape[1])

@@ -101,9 +101,10 @@ class ExpertDispatch:
         mine = slice(min(tensor.rank * share, total), min((tensor.rank + 1) * share, total))
         packed = _pack(x[mine], experts[mine], weights[mine])
         owner = experts[mine].long() // self.num_local
+        owners = self._ranks.owners.size  # one more for numbers past the last expert's
         wanted = torch.zeros(
-            (packed.shape[0], self._ranks.owners.size), dtype=torch.bool, device=x.device
-        ).scatter_(1, owner, True)
+            (packed.shape[0], owners + 1), dtype=torch.bool, device=x.device
+        ).scatter_(1, owner, True)[:, :owners]
         # `everyone` counts the ranks that split an expert first, then the next experts' ranks
         destination, token = (
             wanted.t().repeat_interleave(self._ranks.tensor.size, dim=0).nonzero(as_tuple=True)

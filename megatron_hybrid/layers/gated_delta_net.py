@@ -34,6 +34,7 @@ class GatedDeltaNetConfig:
     `interleaved`: the checkpoint's projections go from key head to key head (in_proj_qkvz,
     in_proj_ba: Qwen3-Next), not from q to k to v to z (Qwen3.5). `separate`: there q, k and v have
     a projection and a convolution each (Olmo-Hybrid). `beta_scale`: see DeltaRuleConstants.
+    `gate_activation`: of the gate of what comes out, silu or sigmoid.
     """
 
     key_heads: int
@@ -46,6 +47,7 @@ class GatedDeltaNetConfig:
     separate: bool = False
     beta_scale: float = 1.0
     norm_eps: float | None = None  # None: that of the model's other norms
+    gate_activation: str = "silu"
 
     def mixer(self, context: LayerContext) -> GatedDeltaNet:
         """As in LayerConfig."""
@@ -164,6 +166,6 @@ class GatedDeltaNet(RecurrentMixer):
         y = self.scan(tokens, constants, plans).flatten(1)
         weights, reader = self.norm_weights, self.out_proj.reader
         normed = kernels.norm.gated_rms_norm(
-            y, z, weights, config.value_dim, self.eps, True, reader
+            y, z, weights, config.value_dim, self.eps, True, reader, config.gate_activation
         )
         return self.out_proj(normed, kernels)

@@ -102,13 +102,18 @@ class StepInputs:
 class KVSpec:
     """One attention layer's cache on this rank. `value_dim`: numbers of a value; None: as many as
     of a key, 0: values are the first numbers of their keys (see KVCache). `window`: tokens that its
-    sliding window has, with keys and values in blocks of their own; 0: it sees all."""
+    sliding window has, with keys and values in blocks of their own; 0: it sees all. `index_dim`:
+    numbers that an index keeps of a token, of its own type, in groups of `index_group` tokens
+    (IndexShape)."""
 
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     value_dim: int | None = None
     window: int = 0
+    index_dim: int = 0
+    index_dtype: torch.dtype = torch.float32
+    index_group: int = 1
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -116,8 +121,13 @@ class KVSpec:
         return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
 
     def bytes_per_token(self) -> int:
-        """Of a key and a value."""
-        return self.num_kv_heads * sum(self.dims) * self.dtype.itemsize
+        """Of a key and a value, and of an index."""
+        return self.num_kv_heads * sum(self.dims) * self.dtype.itemsize + self.index_bytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Of a token's entry."""
+        return self.index_dim * self.index_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +268,10 @@ def allocate_caches(
             blocks = num_window_blocks
         rows = (blocks, block_size, kv_spec.num_kv_heads)
         key, value = (zeros((*rows, dim), kv_spec.dtype) for dim in kv_spec.dims)
-        kv[layer] = KVCache(key, value)
+        index = None
+        if kv_spec.index_dim:
+            index = zeros((blocks, block_size, kv_spec.index_dim), kv_spec.index_dtype)
+        kv[layer] = KVCache(key, value, index=index)
     state, packed = {}, []
     if packed_dtype is None:
         for layer, spec in state_specs.items():

@@ -32,6 +32,13 @@ class StepPart(NamedTuple):
     scan: Plan  # None where a layer has a convolution only
 
 
+@dataclass(slots=True)
+class Carried:
+    """What a CarriedRouter hands to that of the next layer: [rows, size]; None before the first."""
+
+    states: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class KernelPlans:
     """The kernels and their plans, of those kinds of layers that the model has."""
@@ -42,11 +49,13 @@ class KernelPlans:
     attention: Mapping[str, Plan] = field(default_factory=dict)
     rotation: Mapping[str, Plan] = field(default_factory=dict)  # of the step's positions
     positions: Tensor | None = None  # [tokens], absolute; None where no token is real
+    token_ids: Tensor | None = None  # [tokens]
     # By kind of layer: one part, or the decodes and then the prompts.
     recurrent: Mapping[str, tuple[StepPart, ...]] = field(default_factory=dict)
     embeddings: Tensor | None = None  # [tokens, hidden], for blocks that read them again
     # Of the lockstep group's replicas, at this point of the model: see LockstepSize.
     most_tokens: int = 0
     all_to_all: bool = False
+    carried: Carried | None = None  # from router to router
     # Takes the experts [tokens, chosen] that each layer's router chooses; None: nobody wants them.
     chosen: list[Tensor] | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.kernels.latent_attention.protocol import LatentNorm, LatentWeights
-from megatron_hybrid.kernels.protocols import Inputs, PagedKernel, Reader
+from megatron_hybrid.kernels.protocols import Inputs, PagedKernel, Plan, Reader
 from megatron_hybrid.layers.cached_attention import CachedAttention
 from megatron_hybrid.layers.inputs import KVSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
@@ -80,8 +80,8 @@ class LatentAttention(CachedAttention):
         self.heads = context.share(config.num_heads, "attention heads")
         queries = config.q_lora_rank or self.heads * config.query_dim
         gates = self.heads if config.head_gate else 0
-        # queries or the latent of them, the latent of keys and values, gates
-        self.sections = [queries, config.cached_dim, gates]
+        # queries or the latent of them, the latent of keys and values, gates, what an index takes
+        self.sections = [queries, config.cached_dim, gates, self.index_entry]
         self.in_proj = context.to_rows(sum(self.sections), config.latent_bias)
         if self.in_proj.bias is not None:  # which not all of it has
             self.in_proj.bias.zero_()
@@ -90,11 +90,15 @@ class LatentAttention(CachedAttention):
         if config.q_lora_rank is not None:
             rank, eps = config.q_lora_rank, config.norm_eps
             self.q_a_layernorm = RMSNorm(rank, eps, context.dtype)
-            self.q_b_proj = context.to_rows(self.heads * config.query_dim, False, rank)
+            self.query_sections = [self.heads * config.query_dim, self.index_queries]
+            self.q_b_proj = context.to_rows(sum(self.query_sections), False, rank)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, config.norm_eps, context.dtype)
         rows = config.qk_nope_head_dim + config.v_head_dim
         self.kv_b_proj = parameter((self.heads * rows, config.kv_lora_rank), context.dtype)
         self.o_proj = context.to_hidden(self.heads * config.v_head_dim, config.output_bias)
+
+    # Rows of the projections that are for an index alone: of a token, and of its queries' latent.
+    index_entry = index_queries = 0
 
     def scale_by(self, k_scale: float, v_scale: float) -> None:
         """As in CachedAttention: of keys, which values are among."""
@@ -138,35 +142,43 @@ class LatentAttention(CachedAttention):
         return self.in_proj.reader
 
     def weight_parts(self) -> Parts:
-        config, rank, (queries, latent, gates) = self.config, self.parallel.rank, self.sections
-        rows = [
-            Rows("q_a_proj", queries, 0, queries),
-            Rows("kv_a_proj_with_mqa", latent, 0, latent),
-            Rows("g_proj", gates, rank * gates, config.num_heads, has_bias=False),
-        ]
-        query = self.heads * config.query_dim
-        of_heads = Rows("q_proj", query, rank * query, config.num_heads * config.query_dim)
-        if self.q_b_proj is None:
-            rows[0] = of_heads._replace(has_bias=False)
-        yield from fused(rows if gates else rows[:2], self.in_proj)
+        yield from fused(self._input_rows(), self.in_proj)
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             yield from prefixed("q_a_layernorm", self.q_a_layernorm.weight_parts())
-            yield from fused([of_heads._replace(role="q_b_proj")], self.q_b_proj)
+            yield from fused(self._query_rows("q_b_proj"), self.q_b_proj)
         yield from prefixed("kv_a_layernorm", self.kv_a_layernorm.weight_parts())
         total = len(self.kv_b_proj) * self.parallel.size
-        yield shard("kv_b_proj.weight", self.kv_b_proj, 0, rank, total)
+        yield shard("kv_b_proj.weight", self.kv_b_proj, 0, self.parallel.rank, total)
         yield from row_parallel("o_proj", self.o_proj)
+
+    def _input_rows(self) -> list[Rows]:
+        """Of `in_proj`."""
+        config, (queries, latent, gates, _) = self.config, self.sections
+        rows = [Rows("q_a_proj", queries, 0, queries)]
+        if self.q_b_proj is None:
+            rows = [one._replace(has_bias=False) for one in self._query_rows("q_proj")]
+        rows.append(Rows("kv_a_proj_with_mqa", latent, 0, latent))
+        if gates:
+            first = self.parallel.rank * gates
+            rows.append(Rows("g_proj", gates, first, config.num_heads, has_bias=False))
+        return rows
+
+    def _query_rows(self, role: str) -> list[Rows]:
+        """Of what queries are made by."""
+        query, rank = self.heads * self.config.query_dim, self.parallel.rank
+        return [Rows(role, query, rank * query, self.config.num_heads * self.config.query_dim)]
 
     def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; writes the tokens' latents."""
         config, kernels = self.config, plans.kernels
-        queries, latent, gate = self.in_proj(x, kernels).split(self.sections, dim=1)
+        queries, latent, gate, entry = self.in_proj(x, kernels).split(self.sections, dim=1)
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
-            queries = self.q_b_proj(self.q_a_layernorm(queries, kernels), kernels)
+            both = self.q_b_proj(self.q_a_layernorm(queries, kernels), kernels)
+            queries, index_queries = both.split(self.query_sections, dim=1)
+            self._index(index_queries, entry, plans)
         query = queries.unflatten(1, (self.heads, config.query_dim))
         query, cache = self._prepare(query, latent, plans)
-        plan = plans.attention[self.kind]
-        out = kernels.latent_attention.attend(query, self.weights, cache, plan)
+        out = self._attended(query, cache, plans)
         if not config.head_gate:
             return self.o_proj(out.flatten(1), kernels)
         gates = gate[:, :, None].expand(out.shape).flatten(1)
@@ -175,9 +187,21 @@ class LatentAttention(CachedAttention):
 
     def store(self, x: Tensor, plans: KernelPlans) -> None:
         """As in CachedAttention."""
-        queries, latents, _ = self.sections
+        queries, latents, *_ = self.sections
         latent = self.in_proj.rows(x, queries, queries + latents, plans.kernels)
         self._prepare(latent.new_empty((len(latent), 0, self.config.query_dim)), latent, plans)
+
+    def _index(self, query: Tensor, entry: Tensor, plans: KernelPlans) -> None:
+        """query [tokens, index_queries], entry [tokens, index_entry]: for a layer that has an
+        index."""
+
+    def _attended(self, query: Tensor, cache: KVCache, plans: KernelPlans) -> Tensor:
+        """[tokens, heads, v_head_dim]"""
+        return plans.kernels.latent_attention.attend(query, self.weights, cache, self._paged(plans))
+
+    def _paged(self, plans: KernelPlans) -> Plan:
+        """Of attention to all tokens."""
+        return plans.attention[self.kind]
 
     def _prepare(self, query: Tensor, latent: Tensor, plans: KernelPlans) -> tuple[Tensor, KVCache]:
         """What attention reads then: see kernels.latent_attention.protocol."""
@@ -186,6 +210,6 @@ class LatentAttention(CachedAttention):
         cache = KVCache(key, key[..., : self.config.kv_lora_rank], self.k_scale, self.v_scale)
         query = plans.kernels.latent_attention.prepare(
             query, latent, norm, plans.rotation.get(self.kind), self.config.interleaved, cache,
-            plans.attention[self.kind],
+            self._paged(plans),
         )  # fmt: skip
         return query, cache

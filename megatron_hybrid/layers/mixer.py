@@ -36,6 +36,8 @@ class LayerContext:
     kv_dtype: torch.dtype
     # Tokens of a recurrent layer's chunk in batch-invariant mode; None: another mode.
     replay_chunk: int | None = None
+    # Of a model on a GPU: tables of embeddings that few rows of are read stay in the host's memory.
+    tables_on_host: bool = False
 
     def share(self, total: int, what: str, *, or_copy: bool = False) -> int:
         """This rank's part of so many `what`; `or_copy`: one at least, which several ranks have.
@@ -73,7 +75,19 @@ def added_up(mixed: Mixed) -> Tensor:
     return mixed if isinstance(mixed, Tensor) else mixed.sum()
 
 
-class Mixer(nn.Module):
+class Deriving(nn.Module):
+    """A module that makes something from its weights once they are loaded."""
+
+    def derive(self, name: str, value: Tensor) -> None:
+        """Set an attribute that is made from weights; again, after new weights, in place: CUDA
+        graphs read it where it is. What has a gradient is of one pass."""
+        if (known := getattr(self, name, None)) is None or value.requires_grad:
+            setattr(self, name, value)
+        else:
+            known.copy_(value)
+
+
+class Mixer(Deriving):
     """One block's work between its norm and the residual stream. Its result is this rank's part
     of a sum over the tensor-parallel ranks: the block that follows adds the parts up."""
 
@@ -89,14 +103,6 @@ class Mixer(nn.Module):
     def reader(self) -> Reader | None:
         """How it takes its input; None: in the model's type."""
         return None
-
-    def derive(self, name: str, value: Tensor) -> None:
-        """Set an attribute that is made from weights; again, after new weights, in place: CUDA
-        graphs read it where it is. What has a gradient is of one pass."""
-        if (known := getattr(self, name, None)) is None or value.requires_grad:
-            setattr(self, name, value)
-        else:
-            known.copy_(value)
 
     @property
     def attention(self) -> CachedAttention | None:

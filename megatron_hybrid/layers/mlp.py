@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.protocols import Inputs, Reader
 from megatron_hybrid.layers.kernel_plans import KernelPlans
-from megatron_hybrid.layers.mixer import LayerContext, Mixer
-from megatron_hybrid.layers.parts import Parts, Rows, fused, row_parallel
+from megatron_hybrid.layers.mixer import LayerContext, Mixer, parameter
+from megatron_hybrid.layers.parts import Parts, Rows, fused, row_parallel, whole
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class MLPConfig:
     bias: bool = False
     gate_multiplier: float = 1.0  # of the gate, before the activation
     out_multiplier: float = 1.0
+    global_scale: bool = False  # what it gives is multiplied by a learned number
 
     def mixer(self, context: LayerContext) -> MLP:
         """As in LayerConfig."""
@@ -38,6 +39,7 @@ class MLP(Mixer):
         size = context.share(config.intermediate_size, "channels inside an MLP")
         self.up_proj = context.to_rows(2 * size if config.gated else size, config.bias)
         self.down_proj = context.to_hidden(size, config.bias)
+        self.global_scale = parameter((1,), context.dtype) if config.global_scale else None
 
     @property
     def reader(self) -> Reader | None:
@@ -52,15 +54,20 @@ class MLP(Mixer):
             rows.insert(0, gate)
         yield from fused(rows, self.up_proj)
         yield from row_parallel("down_proj", self.down_proj, config.out_multiplier)
+        if self.global_scale is not None:
+            yield whole("global_scale", self.global_scale)
 
     def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         config, kernels, down = self.config, plans.kernels, self.down_proj
         hidden = self.up_proj.activated(x, config.activation, config.gated, down.reader, kernels)
-        return down(hidden, kernels)
+        return self._scaled(down(hidden, kernels))
 
     def activate(self, inner: Tensor, plans: KernelPlans) -> Tensor:
         """What follows the first projection, where that was done elsewhere."""
         config, kernels, down = self.config, plans.kernels, self.down_proj
         hidden = kernels.activation.activate(inner, config.activation, config.gated, down.reader)
-        return down(hidden, kernels)
+        return self._scaled(down(hidden, kernels))
+
+    def _scaled(self, y: Tensor) -> Tensor:
+        return y if self.global_scale is None else y * self.global_scale

@@ -25,6 +25,7 @@ from megatron_hybrid.kernels.experts.protocol import (
 from megatron_hybrid.kernels.linear.formats import format_of
 from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.kernels.protocols import Inputs, Reader
+from megatron_hybrid.layers.carried_router import CarriedRouter, CarriedRouterConfig
 from megatron_hybrid.layers.expert_dispatch import ExpertDispatch
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.linear import Linear
@@ -32,13 +33,16 @@ from megatron_hybrid.layers.mixer import LayerContext, Mixed, Mixer, parameter
 from megatron_hybrid.layers.mlp import MLP, MLPConfig
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Parts, Rows, columns, fused, prefixed, whole
+from megatron_hybrid.layers.sinks import Sinks
 
 
 @dataclass(frozen=True)
 class MoEConfig:
     """`scoring` is "softmax" (Granite, Jamba, Qwen) or "sigmoid" (DeepSeek-V3, Nemotron-H; where
     `router_bias`, with a learned bias): see kernels.protocols.Router. `shared_gate`: the shared
-    MLP's result is multiplied by a learned sigmoid of each token."""
+    MLP's result is multiplied by a learned sigmoid of each token. `sinks`: so many more experts
+    that every token goes to, by weights of the router. `router`: what chooses instead, and may
+    choose none."""
 
     num_experts: int
     experts_per_token: int
@@ -52,7 +56,15 @@ class MoEConfig:
     router_bias: bool = True
     shared_gate: bool = False
     scaling_factor: float = 1.0
+    global_scale: bool = False  # weights are multiplied by a learned number, too
+    sinks: int = 0
     latent_size: int | None = None  # experts work in this size, between two projections
+    router: CarriedRouterConfig | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Experts, and one number more where a token may have none."""
+        return self.num_experts + (self.router is not None)
 
     def mixer(self, context: LayerContext) -> MoE:
         """As in LayerConfig."""
@@ -65,8 +77,9 @@ class TopKRouter(nn.Module):
     def __init__(self, config: MoEConfig, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        self.weight = parameter((config.num_experts, hidden_size), dtype)
+        self.weight = parameter((config.num_experts + config.sinks, hidden_size), dtype)
         self.bias = None
+        self.scale = parameter((1,), torch.float32) if config.global_scale else None
         if config.scoring == "sigmoid" and config.router_bias:
             self.bias = parameter((config.num_experts,), torch.float32)
 
@@ -75,9 +88,16 @@ class TopKRouter(nn.Module):
         yield whole("router.weight", self.weight)
         if self.bias is not None:
             yield whole("router.bias", self.bias)
+        if self.scale is not None:
+            yield whole("router.scale", self.scale)
+
+    def plain_weights(self) -> Iterator[Tensor]:
+        """What tokens are multiplied with."""
+        yield self.weight
 
     def forward(self, x: Tensor, plans: KernelPlans) -> tuple[Tensor, Tensor]:
-        """[tokens, hidden] -> experts and weights, [tokens, chosen] each."""
+        """[tokens, hidden] -> experts and weights, [tokens, chosen] each, and behind the weights
+        those of sinks."""
         return plans.kernels.experts.route(x, self._router)
 
     def after_norm(
@@ -102,6 +122,8 @@ class TopKRouter(nn.Module):
             config.chosen_groups,
             config.weights_eps,
             config.scaling_factor,
+            config.sinks,
+            self.scale,
         )
 
 
@@ -126,7 +148,11 @@ class MoE(Mixer):
         self.dispatch = ExpertDispatch(ranks, context.parallel, config.num_experts)
         self.slices = ranks.tensor
         self.parallel = context.parallel
-        self.router = TopKRouter(config, hidden_size, dtype)
+        self.router: TopKRouter | CarriedRouter
+        if config.router is None:
+            self.router = TopKRouter(config, hidden_size, dtype)
+        else:
+            self.router = CarriedRouter(config.router, config.num_experts, context)
         width = config.latent_size or hidden_size
         local, num_local = size // ranks.tensor.size, self.dispatch.num_local
         rows = 2 * local if config.expert.gated else local
@@ -136,6 +162,8 @@ class MoE(Mixer):
         self.shared = None
         if config.shared is not None:
             self.shared = MLP(config.shared, context)
+        assert config.shared is None or not config.sinks
+        self.sinks = Sinks(config.sinks, config.expert, context) if config.sinks else None
         self.shared_gate = None
         if config.shared_gate:
             self.shared_gate = parameter((1, hidden_size), dtype)
@@ -161,6 +189,8 @@ class MoE(Mixer):
             yield columns(f"{expert}.down_proj", inner, rank, total, i * width, width)
         if self.shared is not None:
             yield from prefixed("shared", self.shared.weight_parts())
+        if self.sinks is not None:
+            yield from prefixed("sinks", self.sinks.weight_parts())
         if self.shared_gate is not None:
             yield whole("shared_gate.weight", self.shared_gate)
         for name in ("to_latent", "from_latent"):
@@ -172,9 +202,14 @@ class MoE(Mixer):
 
     def plain_weights(self) -> Iterator[Tensor]:
         """What tokens are multiplied with, of experts one's, if it is not quantised."""
-        yield self.router.weight
-        for layer in (self.up_proj, self.down_proj):
-            weight = layer.stacked(self.dispatch.num_local)
+        yield from self.router.plain_weights()
+        local = self.dispatch.num_local
+        stacks = [(self.up_proj, local), (self.down_proj, local)]
+        if self.sinks is not None:
+            sinks = self.sinks
+            stacks += [(sinks.up_proj, sinks.count), (sinks.down_proj, sinks.count)]
+        for layer, count in stacks:
+            weight = layer.stacked(count)
             if isinstance(weight, Tensor):
                 yield weight[0]
         for projection in (self.to_latent, self.from_latent):
@@ -198,13 +233,17 @@ class MoE(Mixer):
         known."""
         given, x = x, plain_rows(x)
         experts, weights = self.router(x, plans) if routes is None else routes
+        to_sinks = None
+        if self.sinks is not None:
+            to_sinks = weights[:, self.config.experts_per_token :].contiguous()
+            weights = weights[:, : self.config.experts_per_token].contiguous()
         if plans.chosen is not None:
             plans.chosen.append(experts)
         multiply, inner = plans.kernels.linear.multiply, given
         if self.to_latent is not None:
             inner = multiply(x, self.to_latent.weight, self.to_latent.bias)
         expert, num_local = self.config.expert, self.dispatch.num_local
-        elsewhere = self.config.num_experts - num_local
+        elsewhere = self.config.num_choices - num_local
         up, down = self.up_proj.stacked(num_local), self.down_proj.stacked(num_local)
         layer = ExpertWeights(up, down, expert.activation, expert.gated, elsewhere)
         adapters, beside = plans.kernels.adapters, None
@@ -212,7 +251,7 @@ class MoE(Mixer):
         if adapters is not None:
             adapted = adapters.of_experts(self.up_proj, self.down_proj)
         if adapted is None and self.dispatch.is_here and self.to_latent is None:
-            beside = self._beside(given, layer, plans)
+            beside = self._beside(given, to_sinks, layer, plans)
             if self.parallel.size == 1:  # nothing has to be done before the next norm
                 mix_parts = plans.kernels.experts.mix_parts
                 return mix_parts(inner, experts, weights, layer=layer, shared=beside)
@@ -223,20 +262,30 @@ class MoE(Mixer):
         if self.from_latent is not None:
             bias = self.from_latent.bias if self.parallel.is_first else None
             routed = multiply(routed, self.from_latent.weight, bias)
-        if self.shared is None or beside is not None:
+        result = self._result_beside(given, to_sinks, plans) if beside is None else None
+        if result is None:
             return routed
-        shared = SharedResult(self.shared(given, plans), self.shared_gate)
-        return plans.kernels.experts.add_shared(routed, shared, x)
+        return plans.kernels.experts.add_shared(routed, result, x)
 
-    def _beside(self, x: Inputs, layer: ExpertWeights, plans: KernelPlans) -> Shared | None:
-        """The shared MLP for the experts' kernels, or what it gives for them to add."""
-        if self.shared is None:
-            return None
+    def _beside(
+        self, x: Inputs, to_sinks: Tensor | None, layer: ExpertWeights, plans: KernelPlans
+    ) -> Shared | None:
+        """The shared MLP for the experts' kernels, or what it, or sinks, give for them to add."""
         shared = None
         if plans.kernels.adapters is None:  # which are added between its two products
             shared = self._shared_expert(layer)
         if shared is not None and plans.kernels.experts.takes_shared(x, layer, shared):
             return shared
+        return self._result_beside(x, to_sinks, plans)
+
+    def _result_beside(
+        self, x: Inputs, to_sinks: Tensor | None, plans: KernelPlans
+    ) -> SharedResult | None:
+        """What the shared MLP, or sinks, give."""
+        if self.sinks is not None:
+            return SharedResult(self.sinks(x, to_sinks, plans), None)
+        if self.shared is None:
+            return None
         return SharedResult(self.shared(x, plans), self.shared_gate)
 
     def _shared_expert(self, layer: ExpertWeights) -> SharedExpert | None:

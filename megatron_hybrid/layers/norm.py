@@ -64,6 +64,22 @@ class RMSNorm(nn.Module):
         )
 
 
+class StreamsNorm(RMSNorm):
+    """Of several streams, each normed by itself, with weights of its own."""
+
+    def __init__(
+        self, streams: int, size: int, eps: float, dtype: torch.dtype, zero_centered: bool = False
+    ) -> None:
+        """`size`: of one stream."""
+        super().__init__(streams * size, eps, dtype, zero_centered)
+        self.streams = streams
+
+    def forward(self, x: Tensor, kernels: KernelSet) -> Tensor:
+        """[tokens, streams * size] -> [tokens, streams, size] in the model's dtype."""
+        weight = self.weight.view(self.streams, -1)
+        return kernels.norm.rms_norm(x.view(-1, *weight.shape), weight, self.eps, self.dtype)
+
+
 class GatedRMSNorm(nn.Module):
     """weight * norm(x * act(gate)), each group of channels normalised by itself; where `norm_first`
     (mamba_ssm's `norm_before_gate`), weight * norm(x) * act(gate). `activation`: as in Norm.

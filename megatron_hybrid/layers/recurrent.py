@@ -59,6 +59,7 @@ class RecurrentMixer(Mixer):
         super().__init__()
         self.layer = context.layer
         self.parallel = context.parallel
+        self.input_size = context.hidden_size  # numbers of a token that go in
         self.conv_sections = conv_sections
         channels = sum(conv_sections)
         self.conv_weight = parameter((channels, width), context.dtype)
@@ -82,6 +83,12 @@ class RecurrentMixer(Mixer):
     def has_conv(self) -> bool:
         """Whether it has a convolution."""
         return bool(self.conv_sections)
+
+    @property
+    def state_runs(self) -> tuple[list[tuple[int, int]], int] | None:
+        """Of the convolution's channels those that this rank has, as runs (first, count), and how
+        many all ranks have; None: as of the weights that conv_parts names."""
+        return None
 
     def kernel(self, kernels: KernelSet | Replays) -> Any:
         """The scan of this kind of layer, a Scan or a Replay; None without one."""

@@ -20,9 +20,12 @@ from megatron_hybrid.layers.layer_norm import LayerNorm
 from megatron_hybrid.layers.linear import allocate_linears
 from megatron_hybrid.layers.mixer import LayerContext, Mixed, Mixer, added_up
 from megatron_hybrid.layers.moe import MoE
+from megatron_hybrid.layers.ngram_embedding import NGramEmbedding
 from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Parts, inner_parts, prefixed
+from megatron_hybrid.layers.residual_scaling import ChannelScale, ResidualScaling
 from megatron_hybrid.layers.shared_transformer import SharedTransformer, SharedTransformerUse
+from megatron_hybrid.layers.streams import Connection, StreamsHead
 from megatron_hybrid.models.config import (
     SHARED_TRANSFORMER,
     BlockForm,
@@ -66,6 +69,7 @@ class Block(nn.Module):
         entering: Addend,
         post_norm: RMSNorm | None = None,
         from_norm: bool = False,
+        scaling: ResidualScaling | None = None,
     ) -> None:
         """`ranks`: that have a part of the mixer each. `entering`: of the block before."""
         super().__init__()
@@ -75,6 +79,7 @@ class Block(nn.Module):
         self.norm = norm
         self.mixer = mixer
         self.post_norm = post_norm
+        self.scaling = scaling
 
     @property
     def attention(self) -> CachedAttention | None:
@@ -87,7 +92,7 @@ class Block(nn.Module):
 
     def forward(
         self, mixed: Mixed | None, residual: Tensor, plans: KernelPlans
-    ) -> tuple[Mixed, Tensor]:
+    ) -> tuple[Mixed | None, Tensor]:
         """What is to be added to the residual stream next, and the stream with `mixed` in it, which
         the block before has not added yet (None: there is none); the sum may take `residual`'s
         place."""
@@ -112,13 +117,20 @@ class Block(nn.Module):
 
     def _stream(self, x: Inputs, residual: Tensor) -> Tensor:
         """What the mixer's result is to be added to, of what `_enter` gives."""
+        if self.scaling is not None:
+            return self.scaling.stream(residual)
         return plain_rows(x).to(residual.dtype) if self.from_norm else residual
 
     def _leave(self, mixed: Mixed, plans: KernelPlans) -> Mixed:
-        """What the mixer gives, normed where that is to be: its parts are summed before."""
-        if self.post_norm is None:
+        """What the mixer gives, normed or scaled where that is to be: its parts are summed
+        before."""
+        if self.post_norm is None and self.scaling is None:
             return mixed
-        return self.post_norm(self.ranks.all_reduce(added_up(mixed)), plans.kernels)
+        total = self.ranks.all_reduce(added_up(mixed))
+        if self.scaling is not None:
+            return self.scaling.mixed(total)
+        assert self.post_norm is not None
+        return self.post_norm(total, plans.kernels)
 
 
 class MoEBlock(Block):
@@ -128,7 +140,7 @@ class MoEBlock(Block):
 
     def forward(
         self, mixed: Mixed | None, residual: Tensor, plans: KernelPlans
-    ) -> tuple[Mixed, Tensor]:
+    ) -> tuple[Mixed | None, Tensor]:
         """See Block.forward."""
         norm, (multiplier, ranks) = self.norm, self.entering
         alone = (ranks is None or ranks.size == 1) and self.mixer.reader is None
@@ -142,9 +154,9 @@ class MoEBlock(Block):
 
 
 class FirstBlock(Block):
-    """The first Block of a model whose embeddings go through a norm of their own."""
+    """The first Block of a model whose embeddings go through a norm, or scales, of their own."""
 
-    embedding_norm: RMSNorm
+    embedding_norm: RMSNorm | ChannelScale
 
     def _enter(
         self, mixed: Mixed | None, residual: Tensor, plans: KernelPlans
@@ -152,6 +164,44 @@ class FirstBlock(Block):
         """See Block._enter."""
         residual = self.embedding_norm(residual, plans.kernels).to(residual.dtype)
         return super()._enter(mixed, residual, plans)
+
+
+class StreamsBlock(Block):
+    """A Block on several residual streams, between which nothing is left to be added."""
+
+    def __init__(
+        self,
+        norm: RMSNorm | None,
+        mixer: Mixer,
+        ranks: RankGroup,
+        entering: Addend,
+        connection: Connection,
+    ) -> None:
+        super().__init__(norm, mixer, ranks, entering)
+        self.streams = connection
+
+    def forward(
+        self, mixed: Mixed | None, residual: Tensor, plans: KernelPlans
+    ) -> tuple[None, Tensor]:
+        """See Block.forward: residual [tokens, streams * hidden], and no `mixed`."""
+        assert mixed is None
+        x, weights = self.streams.enter(residual, plans.kernels)
+        if self.norm is not None:
+            x = self.norm(x, plans.kernels)
+        given = self.ranks.all_reduce(added_up(self.mixer(x, plans)))
+        return None, self.streams.leave(residual, given, weights, plans.kernels)
+
+
+class AddedToStreams(Block):
+    """What a mixer that reads all residual streams adds to them, the same on every rank."""
+
+    mixer: NGramEmbedding
+
+    def forward(
+        self, mixed: Mixed | None, residual: Tensor, plans: KernelPlans
+    ) -> tuple[None, Tensor]:
+        """See StreamsBlock.forward."""
+        return None, residual + self.mixer(residual, plans)
 
 
 class SharedTransformerBlock(Block):
@@ -207,6 +257,7 @@ class BlockBuilder:
     kv_dtype: torch.dtype
     formats: ModelFormats = in_one_type
     replay_chunk: int | None = None  # of LayerContext
+    tables_on_host: bool = False  # of LayerContext
     shared: dict[int, SharedTransformer] = field(default_factory=dict)
 
     def norm(self, index: int = 0) -> RMSNorm:
@@ -218,12 +269,21 @@ class BlockBuilder:
             return LayerNorm(config.hidden_size, eps, self.dtype)
         return RMSNorm(config.hidden_size, eps, self.dtype, config.zero_centered_norm)
 
+    def head_norm(self) -> RMSNorm | StreamsHead:
+        """What is between the last block and the head."""
+        norm, streams = self.norm(len(self.config.pattern)), self.config.streams
+        if streams is None:
+            return norm
+        assert self.config.logits_divisor == 1.0
+        return streams.head(self.context(len(self.config.pattern)), norm)
+
     def addend(self, index: int) -> Addend:
         """What is to be added in front of block `index`."""
         config = self.config
         form = config.form(index - 1) if index else BlockForm()
         multiplier = config.residual_multiplier * form.multiplier / config.stream_divisor(index)
-        return Addend(multiplier, None if form.post_norm else self.parallel.tensor)
+        is_whole = form.post_norm or form.scaled or form.whole
+        return Addend(multiplier, None if is_whole else self.parallel.tensor)
 
     def context(self, index: int) -> LayerContext:
         """For a layer whose caches have this number."""
@@ -238,7 +298,24 @@ class BlockBuilder:
             self.ssm_states_dtype,
             self.kv_dtype,
             self.replay_chunk,
+            self.tables_on_host,
         )
+
+    def _on_streams(
+        self,
+        norm: RMSNorm | None,
+        mixer: Mixer,
+        ranks: RankGroup,
+        entering: Addend,
+        context: LayerContext,
+    ) -> Block:
+        """A block of a model with several residual streams."""
+        streams = self.config.streams
+        assert streams is not None
+        if isinstance(mixer, NGramEmbedding):
+            return AddedToStreams(None, mixer, ranks, entering)
+        norm = norm if streams.has_norms else None
+        return StreamsBlock(norm, mixer, ranks, entering, streams.connection(context))
 
     def block(self, index: int, letter: str | None = None) -> Block:
         """Block `index` of the whole model, or behind it one of this kind. Raises
@@ -251,13 +328,21 @@ class BlockBuilder:
             assert form.norm or config.stream_divisor(index) == 1.0
             norm = self.norm(index) if form.norm else None
             post_norm = self.norm() if form.post_norm else None
+            scaling = ResidualScaling(config.hidden_size, self.dtype) if form.scaled else None
+            around = post_norm, form.from_norm, scaling
             kind = MoEBlock if isinstance(mixer, MoE) else Block
-            if index == 0 and config.embedding_norm:
-                entry = FirstBlock(self.norm(), mixer, ranks, entering)
-                entry.embedding_norm = self.norm()
-                block: Block = entry
+            if config.streams is not None:
+                block: Block = self._on_streams(norm, mixer, ranks, entering, context)
+            elif index == 0 and (config.embedding_norm or config.embedding_scale):
+                entry = FirstBlock(norm, mixer, ranks, entering, *around)
+                entry.embedding_norm = (
+                    ChannelScale(config.hidden_size, self.dtype)
+                    if config.embedding_scale
+                    else self.norm()
+                )
+                block = entry
             else:
-                block = kind(norm, mixer, ranks, entering, post_norm, form.from_norm)
+                block = kind(norm, mixer, ranks, entering, *around)
             allocate_linears(block.weight_parts(), partial(self.formats, index))
             return block
         shared = config.shared_transformer

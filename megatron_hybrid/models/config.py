@@ -20,6 +20,7 @@ from megatron_hybrid.layers.rope import RopeConfig
 from megatron_hybrid.layers.shared_transformer import SharedTransformerConfig
 from megatron_hybrid.layers.short_conv import ShortConvConfig
 from megatron_hybrid.layers.side_by_side import SideBySideConfig
+from megatron_hybrid.layers.streams import StreamsConfig
 
 _DTYPES = {
     "float32": torch.float32,
@@ -36,7 +37,15 @@ _DTYPES = {
 MAMBA, ATTENTION, DENSE_MLP, EXPERTS, GATED_DELTA_NET = "M", "*", "-", "E", "G"
 MAMBA1, SHORT_CONV, SIDE_BY_SIDE, SHARED_TRANSFORMER = "S", "C", "H", "Z"
 LATENT_ATTENTION, KIMI_DELTA_ATTENTION, LIGHTNING_ATTENTION = "A", "K", "N"
-SLIDING_ATTENTION = "L"
+SLIDING_ATTENTION, NGRAM_EMBEDDING = "L", "P"
+# With an index; latent attention that shares the index of an earlier layer.
+INDEXED_ATTENTION, INDEXED_LATENT_ATTENTION, SHARED_INDEX = "Q", "D", "J"
+INDEXED = frozenset({INDEXED_ATTENTION, INDEXED_LATENT_ATTENTION, SHARED_INDEX})
+# Attention whose queries and keys are convolved; with a sliding window.
+CONVOLVED_ATTENTION, SLIDING_CONVOLVED_ATTENTION = "V", "Y"
+# With keys and values of all tokens, or latents.
+WITH_KV = INDEXED | {ATTENTION, SIDE_BY_SIDE, SHARED_TRANSFORMER}
+WITH_KV |= {LATENT_ATTENTION, CONVOLVED_ATTENTION}
 # RWKV's mixing of time and of channels; Griffin's recurrent unit; xLSTM's cell.
 TIME_MIX, CHANNEL_MIX, RG_LRU, MLSTM = "W", "F", "R", "X"
 # Whose kernels are in plain torch alone; and of these whose states hold exponents.
@@ -78,17 +87,22 @@ class BlockForm:
     """Which norms a block has around its mixer, one at least: what it adds to the residual stream x
     is mixer(norm(x)), post_norm(mixer(x)), or with both of them post_norm(mixer(norm(x))); times
     `multiplier`, besides the model's residual_multiplier. `from_norm`: it is added to
-    `stream_multiplier` * norm(x), not to x."""
+    `stream_multiplier` * norm(x), not to x. `whole`: the mixer itself adds up what the ranks have.
+    `scaled`: both are scaled and shifted before they are added: see ResidualScaling."""
 
     norm: bool = True
     post_norm: bool = False
     multiplier: float = 1.0
     from_norm: bool = False
     stream_multiplier: float = 1.0
+    whole: bool = False
+    scaled: bool = False
 
     def __post_init__(self) -> None:
+        assert not (self.scaled and (self.post_norm or self.from_norm))
         assert self.norm or (self.post_norm and not self.from_norm)
         assert self.from_norm or self.stream_multiplier == 1.0
+        assert not (self.whole and self.post_norm)
 
 
 @dataclass(frozen=True)
@@ -102,6 +116,10 @@ class HybridModelConfig:
         N  lightning attention K  Kimi delta attention  F  RWKV's channel mixing
         R  real-gated linear recurrent unit             X  mLSTM
         L  attention with a sliding window (local)
+        Q  attention with an index              D  latent attention with an index (DeepSeek's)
+        J  the same that shares an earlier layer's index
+        P  embeddings of n-grams, into several residual streams (per layer)
+        V  attention whose queries and keys are convolved; Y the same with a sliding window
 
     Every block is x + residual_multiplier * mixer(norm(x)), or as its BlockForm says. The
     description of a kind of block is None when the pattern has none of it; `others` has those of
@@ -125,6 +143,9 @@ class HybridModelConfig:
     moe: MoEConfig | None = None
     others: Mapping[str, LayerConfig] = field(default_factory=dict)  # by letter
     tie_word_embeddings: bool = False
+    # Rows that a checkpoint's embedding and head may have beside vocab_size: the others are of no
+    # token.
+    padded_vocab_size: int | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
@@ -134,6 +155,8 @@ class HybridModelConfig:
     forms: tuple[BlockForm, ...] = ()  # of the pattern's blocks; empty: the usual one of all
     layer_norm: bool = False  # norms are LayerNorms
     embedding_norm: bool = False  # embeddings go through a norm of their own
+    embedding_scale: bool = False  # or through a ChannelScale
+    streams: StreamsConfig | None = None  # several residual streams; None: the usual one
     mtp: MTPConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -144,6 +167,11 @@ class HybridModelConfig:
         shared = self.shared_transformer
         attention = self.attention if shared is None else shared.attention
         return None if attention is None else attention.rope
+
+    @property
+    def residual_size(self) -> int:
+        """Numbers that go from block to block for each token."""
+        return self.hidden_size * (1 if self.streams is None else self.streams.count)
 
     def layer(self, letter: str) -> LayerConfig:
         """What layers of a kind are. Raises ConfigurationError for a kind that is not described."""
@@ -170,6 +198,14 @@ class HybridModelConfig:
     def form(self, block: int) -> BlockForm:
         """Of the same blocks: a head's is the usual one."""
         return self.forms[block] if block < len(self.forms) else BlockForm()
+
+    def carried_size(self, boundary: int) -> int:
+        """Numbers of a token that routers hand from the blocks before this one to those from there
+        on; 0: none do."""
+        moe = self.moe
+        if moe is None or moe.router is None or moe.router.first >= boundary:
+            return 0
+        return moe.router.size if EXPERTS in self.pattern[boundary:] else 0
 
     def stream_divisor(self, block: int) -> float:
         """What the residual stream in front of a block is divided by as long as it is kept: the

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,7 @@ from megatron_hybrid.kernels.linear.reference import plain_rows
 from megatron_hybrid.layers.adapters import AdaptedPart, AdapterSlots, of_logits
 from megatron_hybrid.layers.cached_attention import CachedAttention
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, LockstepSize, StateSpec, StepInputs
-from megatron_hybrid.layers.kernel_plans import KernelPlans
+from megatron_hybrid.layers.kernel_plans import Carried, KernelPlans
 from megatron_hybrid.layers.linear import (
     ColumnParallelLinear,
     Linear,
@@ -32,6 +30,7 @@ from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.layers.parts import Part, WeightPart, prefixed, section
 from megatron_hybrid.layers.recurrent import RecurrentMixer
 from megatron_hybrid.layers.rope import RopeConfig, inverse_frequencies
+from megatron_hybrid.layers.streams import Connection, StreamsHead
 from megatron_hybrid.memory.arena import Arena
 from megatron_hybrid.models.blocks import (
     Block,
@@ -41,21 +40,11 @@ from megatron_hybrid.models.blocks import (
     uses_of_shared,
 )
 from megatron_hybrid.models.config import SHARED_TRANSFORMER, HybridModelConfig
+from megatron_hybrid.models.hidden import Hidden
 from megatron_hybrid.models.mtp import MTPHead
 from megatron_hybrid.models.stages import ModelStages
+from megatron_hybrid.models.weight_bytes import weight_bytes
 from megatron_hybrid.parallel import ParallelContext, VocabParallelEmbedding
-
-
-class Hidden(NamedTuple):
-    """What goes from one block to the next. Its rows are the step's tokens, and past the last block
-    in which tokens see each other those whose logits are wanted. With an MTPHead they see each
-    other there."""
-
-    residual: Tensor  # [rows, hidden]
-    # [rows, hidden] of the last block, not added yet (this rank's part of it: see Mixer); None
-    # before the first one
-    mixed: Tensor | None
-    embeddings: Tensor | None  # [rows, hidden], where a later block reads them
 
 
 class HybridModel(nn.Module):
@@ -77,11 +66,12 @@ class HybridModel(nn.Module):
         mtp: bool = False,
         formats: ModelFormats = in_one_type,
         replay_chunk: int | None = None,
+        tables_on_host: bool = False,
     ) -> None:
         """`kv_dtype`: that keys and values are stored in; None: `dtype`. `mtp`: with the head that
         the configuration describes, for a model of one stage. `formats`: of the weights of linear
-        layers. `replay_chunk`: of LayerContext. Raises ConfigurationError for a model that is not
-        supported."""
+        layers. `replay_chunk`, `tables_on_host`: of LayerContext. Raises ConfigurationError for a
+        model that is not supported."""
         super().__init__()
         self.config = config
         self.parallel = parallel
@@ -103,6 +93,7 @@ class HybridModel(nn.Module):
                 kv_dtype or dtype,
                 formats,
                 replay_chunk,
+                tables_on_host=tables_on_host,
             )
 
         vocabulary_bytes = padded_vocab // tensor.size * config.hidden_size * dtype.itemsize
@@ -117,13 +108,14 @@ class HybridModel(nn.Module):
         self.blocks = nn.ModuleList(build.block(index) for index in self.stage)
         self._shared = build.shared
         self.leaving = build.addend(len(config.pattern))  # of the last block
-        self.final_norm: RMSNorm | None = None
+        self.final_norm: RMSNorm | StreamsHead | None = None
         self.lm_head: Linear | None = None
         if self.is_last_stage:
-            self.final_norm = build.norm(len(config.pattern))
+            self.final_norm = build.head_norm()
             if config.logits_divisor != 1.0:
                 # Which becomes part of its weight (see weight_parts): in float32, so that nothing
                 # is rounded once more.
+                assert isinstance(self.final_norm, RMSNorm)
                 weight = self.final_norm.weight
                 self.final_norm.weight = nn.Parameter(weight.float(), requires_grad=False)
             if not (config.tie_word_embeddings and self.is_first_stage):
@@ -196,8 +188,8 @@ class HybridModel(nn.Module):
         )
 
     def plain_weights(self) -> Iterator[tuple[Tensor, bool]]:
-        """Of this rank's linear layers that are not quantised, without the experts', and whether
-        they have a bias."""
+        """Of this rank's linear layers that are not quantised, without the experts', and of what
+        connects residual streams; and whether they have a bias."""
         for layer in self.modules():
             if isinstance(layer, ColumnParallelLinear | RowParallelLinear) or (
                 isinstance(layer, Linear) and layer is self.lm_head
@@ -206,21 +198,14 @@ class HybridModel(nn.Module):
                     yield weight, layer.bias is not None
                 if layer.wide is not None:
                     yield layer.wide, False
+            elif isinstance(layer, Connection | StreamsHead):
+                yield from ((weight, False) for weight in layer.plain_weights())
         if self.lm_head is None and self.embedding is not None:
             yield self.embedding.weight, False
 
     def weight_bytes(self) -> dict[str, int]:
         """What this rank's weights take, by the format that they are kept in."""
-        found = Counter[str]()
-        for layer in self.modules():
-            if isinstance(layer, Linear):
-                kept = list(layer.kept_bytes())
-            else:
-                own = layer.parameters(recurse=False)
-                kept = [(str(weight.dtype), weight.nbytes) for weight in own]
-            for name, size in kept:
-                found[name.removeprefix("torch.")] += size
-        return dict(found)
+        return weight_bytes(self)
 
     def own_blocks(self) -> Iterator[tuple[int, Block]]:
         """This stage's, with their indices in the whole model."""
@@ -331,27 +316,40 @@ class HybridModel(nn.Module):
         most = size.tokens
         if self.stage.start > last_mixing:
             plans, most = replace(plans, kernels=of_logits(plans.kernels, inputs)), size.rows
-        residual, mixed, embeddings = self._embed(inputs) if entering is None else entering
+        hidden = self._embed(inputs) if entering is None else entering
+        residual, mixed, embeddings, carried = *hidden[:3], Carried(hidden.carried)
         kept: list[Tensor] | None = None if plans.caches.routed is None else []
         plans = replace(
-            plans, embeddings=embeddings, most_tokens=most, all_to_all=size.all_to_all, chosen=kept
+            plans,
+            embeddings=embeddings,
+            most_tokens=most,
+            all_to_all=size.all_to_all,
+            carried=carried,
+            chosen=kept,
+            token_ids=inputs.token_ids,
         )
         for index, block in self.own_blocks():
             mixed, residual = block(mixed, residual, plans)
             if index == last_mixing:
-                mixed, residual = inputs.of_logits(added_up(mixed)), inputs.of_logits(residual)
+                mixed = None if mixed is None else inputs.of_logits(added_up(mixed))
+                residual = inputs.of_logits(residual)
+                if carried.states is not None:
+                    carried.states = inputs.of_logits(carried.states)
                 kernels = of_logits(plans.kernels, inputs)
                 plans = replace(plans, kernels=kernels, most_tokens=size.rows)
         if kept is not None:
             plans.caches.keep_routed(inputs.paged.kv_slot, kept)
         if SHARED_TRANSFORMER not in config.pattern[self.stage.stop :]:
             embeddings = None
-        return Hidden(residual, None if mixed is None else added_up(mixed), embeddings)
+        given = carried.states if config.carried_size(self.stage.stop) else None
+        return Hidden(residual, None if mixed is None else added_up(mixed), embeddings, given)
 
     def _embed(self, inputs: StepInputs) -> Hidden:
         config = self.config
         embeddings = self._embeddings(inputs.token_ids)
         residual = embeddings.float() if config.residual_in_fp32 else embeddings
+        if config.streams is not None:
+            return Hidden(residual.repeat(1, config.streams.count), None, None)
         if config.shared_transformer is None:
             return Hidden(residual, None, None)
         if residual is embeddings:  # which blocks read again, and the residual is overwritten
@@ -378,9 +376,12 @@ class HybridModel(nn.Module):
     def logits(self, hidden: Hidden, inputs: StepInputs, plans: KernelPlans) -> Tensor:
         """[rows, vocab_size] of what leaves the last stage's blocks, the same on every rank of that
         stage; writes the caches of the MTPHead."""
-        norm, (multiplier, ranks) = self.final_norm, self.leaving
-        assert norm is not None and hidden.mixed is not None, "only the last stage has the head"
-        last, _ = norm.after_adding(hidden.mixed, hidden.residual, multiplier, self.kernels, ranks)
+        norm, (multiplier, ranks), kernels = self.final_norm, self.leaving, self.kernels
+        assert norm is not None, "only the last stage has the head"
+        if isinstance(norm, StreamsHead):
+            return self._vocabulary_logits(norm(hidden.residual, kernels))
+        assert hidden.mixed is not None
+        last, _ = norm.after_adding(hidden.mixed, hidden.residual, multiplier, kernels, ranks)
         normed = plain_rows(last)
         if self.mtp is not None:
             plans = self._rotated(plans, inputs.positions)
@@ -420,10 +421,10 @@ class HybridModel(nn.Module):
             kind: layer.plan(1, runs, None, self.kernels, caches.ring_length)
             for kind, layer in self._recurrent.items()
         }
-        plans = KernelPlans(caches, self.kernels, recurrent=recurrent)
-        nothing = caches.end_logits.new_zeros((1, self.config.hidden_size), dtype=self.dtype)
+        padding = caches.end_logits.new_zeros((1,), dtype=torch.int64)  # of one token
+        plans = KernelPlans(caches, self.kernels, recurrent=recurrent, token_ids=padding)
         for layer in self._recurrent_layers():
-            layer(nothing, plans)  # one token of padding
+            layer(padding.new_zeros((1, layer.input_size), dtype=self.dtype), plans)
 
     @property
     def attention_kinds(self) -> Mapping[str, CachedAttention]:

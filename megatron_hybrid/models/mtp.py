@@ -44,7 +44,7 @@ class MTPHead(nn.Module):
         assert config.mtp is not None
         if config.mtp.unsupported:
             raise ConfigurationError(config.mtp.unsupported)
-        assert config.stream_divisor(len(config.pattern)) == 1.0
+        assert config.stream_divisor(len(config.pattern)) == 1.0 and config.streams is None
         self.config = config
         self.first = len(config.pattern)
         self.embedding_norm, self.hidden_norm = builder.norm(), builder.norm()

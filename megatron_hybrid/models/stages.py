@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -22,8 +23,14 @@ from torch import nn
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec
 from megatron_hybrid.models.blocks import Block, BlockBuilder, SharedTransformerBlock
-from megatron_hybrid.models.config import SHARED_TRANSFORMER
+from megatron_hybrid.models.config import (
+    INDEXED_LATENT_ATTENTION,
+    SHARED_INDEX,
+    SHARED_TRANSFORMER,
+)
 
+# Blocks that share an index which none of those before them has.
+_WITHOUT_ITS_INDEX = f"[^{INDEXED_LATENT_ATTENTION}]*{SHARED_INDEX}"
 Size = Callable[[int, int], Any]  # of the blocks [start, end)
 
 
@@ -84,16 +91,24 @@ class ModelStages:
             shared_bytes = _shared_bytes(kinds[SHARED_TRANSFORMER])
             num_shared = builder.config.shared_transformer.num_blocks
 
-        def size(start: int, end: int) -> int:
-            """Bytes of a stage with the blocks [start, end)."""
+        def size(start: int, end: int) -> float:
+            """Bytes of a stage with the blocks [start, end); inf: it can't be one."""
+            if re.match(_WITHOUT_ITS_INDEX, pattern[start:end]):
+                return math.inf
             total = before[end] - before[start]
             total += shared_bytes * min(uses[end] - uses[start], num_shared)
             return total + vocabulary_bytes * ((start == 0) + (end == len(pattern)))
 
+        blocks = split_evenly(len(pattern), stages, size)
+        if any(math.isinf(size(own.start, own.stop)) for own in blocks):
+            raise ConfigurationError(
+                f"--pipeline-model-parallel-size is {stages}, but then some stage would begin with "
+                "attention that shares an index of a layer on the stage before; use fewer."
+            )
         attentions = {letter: block.attention for letter, block in kinds.items()}
         recurrents = {letter: block.mixer.recurrent for letter, block in kinds.items()}
         return cls(
-            split_evenly(len(pattern), stages, size),
+            blocks,
             {i: a.kv_spec() for i, c in enumerate(pattern) if (a := attentions[c]) is not None},
             {i: r.spec for i, c in enumerate(pattern) if (r := recurrents[c]) is not None},
         )

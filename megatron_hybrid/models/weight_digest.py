@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from megatron_hybrid.layers.ngram_table import NGramTable
+
 LANE_BYTES = 4  # a lane is an int32
 BLOCK_BITS = 18
 BLOCK = 2**BLOCK_BITS  # lanes whose sum goes into the digest: a part of its meaning
@@ -18,14 +20,18 @@ BLOCKS_AT_ONCE = 16  # which take 32 MiB while they are added up
 
 @torch.no_grad()
 def weight_digest(model: nn.Module, blocks_at_once: int = BLOCKS_AT_ONCE) -> str:
-    """64 hex digits, of this rank's parameters and buffers: names, types, shapes and every bit.
+    """64 hex digits, of this rank's parameters and buffers, and of tables that stay on the host,
+    which the device reads: names, types, shapes and every bit.
 
     A tensor's bytes are lanes, of which each block gives one number, the sum of lane * multiplier
     modulo 2^64; its value does not depend on the order in which a device adds up. What changes in
     one lane changes it for certain, and so do two lanes that swap places (see `multipliers`).
     blocks_at_once: changes the memory that it takes, and nothing else.
     """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+    tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    for name, layer in model.named_modules():
+        if isinstance(layer, NGramTable) and layer.on_host:
+            tensors.append((f"{name}.weight", layer.there))
     tables = {device: _on(device) for device in {tensor.device for _, tensor in tensors}}
     # All are launched before the first is waited for.
     sums = [block_sums(tensor, tables[tensor.device], blocks_at_once) for _, tensor in tensors]

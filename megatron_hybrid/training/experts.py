@@ -29,10 +29,11 @@ class ExpertsUnderAutograd(Over):
         with torch.no_grad():
             experts, weights = self.inner.route(x, router)
 
-        def formula(x: Tensor, weight: Tensor) -> Tensor:
-            return formulas.expert_weights(x, weight, experts.long(), router)
+        def formula(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+            found = formulas.expert_weights(x, weight, experts.long(), router)
+            return found if scale is None else found * scale
 
-        return experts, recomputed(lambda *_: weights, formula, x, router.weight)
+        return experts, recomputed(lambda *_: weights, formula, x, router.weight, router.scale)
 
     def add_norm_route(self, *_: object) -> None:
         """One after the other, which gives the same."""

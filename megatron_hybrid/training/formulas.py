@@ -25,6 +25,7 @@ from megatron_hybrid.kernels.protocols import (
     Mamba1Tokens,
     Mamba2Constants,
     Mamba2Tokens,
+    RelativeBias,
 )
 
 # Tokens of Mamba2's chunks: the work in one grows with its square.
@@ -176,6 +177,7 @@ def attention(
     scale: float,
     sequences: Sequences,
     window: int = 0,
+    bias: RelativeBias | None = None,
 ) -> Tensor:
     """[T, heads, head_dim]: softmax attention to what is not behind a token. `window`: of
     AttentionShape."""
@@ -183,9 +185,16 @@ def attention(
     repeats = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
     seen = None
-    if window:
+    if window or bias is not None:
         every = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
-        seen = every.tril() & every.triu(1 - window)
+        seen = every.tril() & every.triu(1 - (window or q.shape[2]))
+    if bias is not None and seen is not None:
+        profiles = sequences.padded(bias.weights.float()) @ F.pad(bias.bank.float(), (0, 1))
+        at = torch.arange(q.shape[2], device=q.device)
+        distance = (at[:, None] - at).clamp(0, bias.extent)
+        place = distance.expand(*q.shape[:2], -1, -1)
+        added = profiles.transpose(1, 2).gather(3, place)
+        seen = added.masked_fill(~seen, -torch.inf)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale
     )
@@ -286,8 +295,12 @@ def _of_length_one(rows: Tensor) -> Tensor:
 
 
 def expert_weights(x: Tensor, weight: Tensor, experts: Tensor, router: Router) -> Tensor:
-    """The weights [T, chosen] of experts that are chosen already, as Router says."""
+    """The weights [T, chosen + sinks] of experts that are chosen already, as Router says, but for
+    its scale."""
     logits = F.linear(x.float(), weight.float())
+    if router.sinks:
+        kept = torch.cat((logits.gather(1, experts), logits[:, -router.sinks :]), dim=1)
+        return torch.softmax(F.logsigmoid(kept), dim=-1) * router.factor
     if router.scoring == "softmax":
         if router.normalize:
             shares = torch.softmax(logits.gather(1, experts), dim=-1)

@@ -19,8 +19,17 @@ from megatron_hybrid.kernels.contract import (
     KVCache,
     PagedSequences,
 )
+from megatron_hybrid.kernels.convolved_heads import reference as convolved_heads
+from megatron_hybrid.kernels.convolved_heads.protocol import HeadTokens
 from megatron_hybrid.kernels.kernel_set import KernelSet
-from megatron_hybrid.kernels.protocols import ConvConstants, Gates, HeadNorms, Plan, Reader
+from megatron_hybrid.kernels.protocols import (
+    ConvConstants,
+    Gates,
+    HeadNorms,
+    Plan,
+    Reader,
+    RelativeBias,
+)
 from megatron_hybrid.training import formulas
 from megatron_hybrid.training.experts import ExpertsUnderAutograd
 from megatron_hybrid.training.formulas import Sequences
@@ -58,6 +67,7 @@ def under_autograd(kernels: KernelSet, sequences: Sequences) -> KernelSet:
         "latent_attention": LatentAttentionUnderAutograd(kernels.latent_attention, sequences),
         "rope": _Rope(kernels.rope, attention),
         "conv": conv,
+        "convolved_heads": _ConvolvedHeads(kernels.convolved_heads),
         "norm": _Norm(kernels.norm),
         "activation": _Activation(kernels.activation),
         "linear": _Linear(kernels.linear),
@@ -203,16 +213,23 @@ class _Attention(Over):
         where = shape.scale, paged.kv_slot, shape.window
         return PassPlan(self.inner.plan(paged, shape), *where)
 
-    def attend(self, query: Tensor, cache: KVCache, plan: PassPlan) -> Tensor:
+    def attend(
+        self, query: Tensor, cache: KVCache, plan: PassPlan, bias: RelativeBias | None = None
+    ) -> Tensor:
         """As in Attention."""
         key, value = self.kept.pop(id(cache.key))
 
-        def kernel(query: Tensor, *_: Tensor) -> Any:
-            return self.inner.attend(query, cache, plan.inner)
+        def kernel(query: Tensor, key: Tensor, value: Tensor, *of_bias: Tensor) -> Any:
+            own = RelativeBias(*of_bias) if of_bias else None
+            return self.inner.attend(query, cache, plan.inner, own)
 
-        scale, window = plan.scale, plan.window
-        formula = partial(formulas.attention, scale=scale, sequences=self.sequences, window=window)
-        y: Tensor = recomputed(kernel, formula, query, key, value)
+        def formula(query: Tensor, key: Tensor, value: Tensor, *of_bias: Tensor) -> Tensor:
+            own = RelativeBias(*of_bias) if of_bias else None
+            return formulas.attention(
+                query, key, value, plan.scale, self.sequences, plan.window, own
+            )
+
+        y: Tensor = recomputed(kernel, formula, query, key, value, *(bias or ()))
         return y
 
 
@@ -278,6 +295,20 @@ class _Rope(Over):
         weights = (None, None) if norms is None else (norms.query, norms.key)
         query, key, value = recomputed(kernel, formula, qkv, *weights)
         return query, key, value
+
+
+@dataclass(frozen=True)
+class _ConvolvedHeads(Over):
+    def mix(self, tokens: HeadTokens, weight: Tensor, bias: Tensor, kv_heads: int) -> Tensor:
+        """As in ConvolvedHeads."""
+
+        def call(mix: Call, *inputs: Tensor) -> Any:
+            projected, value, weight, bias, *taps = inputs
+            return mix(HeadTokens(projected, tuple(taps), value), weight, bias, kv_heads)
+
+        calls = partial(call, self.inner.mix), partial(call, convolved_heads.mix)
+        y: Tensor = recomputed(*calls, tokens.projected, tokens.value, weight, bias, *tokens.taps)
+        return y
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.updates import ModelUpdates
 from megatron_hybrid.models.checkpoints.weight_source import open_folder
 from megatron_hybrid.models.checkpoints.weights import load_model
-from megatron_hybrid.models.config import IN_PLAIN_TORCH, resolve_dtype
+from megatron_hybrid.models.config import IN_PLAIN_TORCH, INDEXED, resolve_dtype
 from megatron_hybrid.models.families.family import Location
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import initialize
@@ -67,10 +67,15 @@ class TrainableModel:
                 f"{folder.path}: what can be trained is a Hugging Face folder whose weights are "
                 "not quantised."
             )
-        if set(folder.config.pattern) & IN_PLAIN_TORCH:
+        if set(folder.config.pattern) & (IN_PLAIN_TORCH | INDEXED):
             raise ConfigurationError(
-                f"{folder.path}: a model of type {folder.config.model_type} has recurrences "
-                "without formulas for their gradients; it can be served, not trained."
+                f"{folder.path}: a model of type {folder.config.model_type} has recurrences or an "
+                "index without formulas for their gradients; it can be served, not trained."
+            )
+        if folder.config.streams is not None:
+            raise ConfigurationError(
+                f"{folder.path}: a model of type {folder.config.model_type} has several residual "
+                "streams, whose kernels have no gradients; it can be served, not trained."
             )
         parallel = initialize(config.parallel_sizes, device=self.device)
         self._kernels = kernel_set.select(
@@ -106,7 +111,8 @@ class TrainableModel:
                 if name not in self.weights:
                     whole = tuple(slice(0, size) for size in source.shape(place.name))
                     values = source.read(place.name, whole).to(self.device, torch.float32)
-                    has_gradient = not part.role.endswith("router.bias")  # of a choice alone
+                    # of a choice alone
+                    has_gradient = not part.role.endswith(("router.bias", "balancing_biases"))
                     self.weights[name] = nn.Parameter(values, requires_grad=has_gradient)
                 target = part.target
                 assert isinstance(target, Tensor)

@@ -23,6 +23,7 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.layers import inputs
 from megatron_hybrid.layers.attention import Attention
+from megatron_hybrid.layers.convolved_attention import ConvolvedAttention, ConvolvedProjection
 from megatron_hybrid.layers.inputs import LayerCaches, StateSpec, allocate_caches
 from megatron_hybrid.layers.lightning_attention import LightningAttention
 from megatron_hybrid.layers.mlstm import MLSTM
@@ -49,11 +50,14 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA,
     "qwen3_5": _DELTA,
     "qwen3_5_moe": _DELTA,
+    "qwen4_exp": _DELTA,
     "falcon_h1": {"mamba_n_groups": 1},
     "bamba": {"mamba_n_groups": 1, "num_key_value_heads": 1},
+    "inkling": {"swa_num_attention_heads": 4, "num_key_value_heads": 1},
+    "zaya": {"num_attention_heads": 8, "num_key_value_heads": 4, "cca_time1": 3},
 }
 USUAL = ("nemotron_h", "bamba", "falcon_h1", "zamba2", "mamba", "jamba", "qwen3_next", "lfm2")
-NAMES = usually((*USUAL, "llama", "bailing_hybrid"), FAMILIES)
+NAMES = usually((*USUAL, "llama", "bailing_hybrid", "inkling", "zaya"), FAMILIES)
 SIZES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))  # tensor, pipeline
 Size = tuple[int, int]
 
@@ -109,12 +113,12 @@ class Tiny:
 def _rows_by_weights(model: HybridModel) -> dict[tuple[int, str], Tensor]:
     """Of each tensor of a rank's caches which rows of the whole it has: by the places where its
     weights are loaded to, which each get the number of their row."""
-    channels: Counter[int | None] = Counter()  # of convolutions of q, k and v, one behind the other
+    channels: Counter[int | None] = Counter()  # of convolutions, one behind the other
     for block, part in model.weight_parts():
         target, axis = part.target, 2 if len(part.shape) == 4 else 0
         assert isinstance(target, Tensor)
         numbers = torch.arange(part.shape[axis])[part.source[axis]]
-        if re.search(r"\b[qkv]_conv1d\.", part.role):
+        if re.search(r"\b([qkv]_conv1d|([kv]_)?sconv)\.", part.role):
             numbers += channels[block]
             channels[block] += part.shape[0]
         wide = numbers.view(*[1] * axis, -1, *[1] * (target.ndim - axis - 1))
@@ -131,9 +135,13 @@ def _rows_by_weights(model: HybridModel) -> dict[tuple[int, str], Tensor]:
             first = attention.heads * dim
             heads = weight[first : first + attention.kv_heads * dim : dim, 0].long() // dim
             found[index, "key"] = found[index, "value"] = heads
+        elif isinstance(attention, ConvolvedAttention):
+            found[index, "key"] = found[index, "value"] = attention.temperature.long()
     for index, layer in recurrent.items():
-        if layer is not None:
-            if any(re.search(r"\b([qkv]_)?conv", part.role) for part in layer.weight_parts()):
+        if isinstance(layer, ConvolvedProjection):
+            found[index, "conv"] = _convolved_rows(layer)
+        elif layer is not None:
+            if any(re.search(r"\b([qkv]_)?s?conv", part.role) for part in layer.weight_parts()):
                 found[index, "conv"] = layer.conv_weight[:, 0].long()
             names = [n for n in ("A_log", "time_decay", "recurrent_param") if hasattr(layer, n)]
             if names or isinstance(layer, MLSTM):
@@ -146,6 +154,21 @@ def _rows_by_weights(model: HybridModel) -> dict[tuple[int, str], Tensor]:
                 heads = layer.norm.weight[::dim].long() // dim
                 found |= {(index, name): heads for name in ("ssm", "values", "scales")}
     return found
+
+
+def _convolved_rows(layer: ConvolvedProjection) -> Tensor:
+    """| q | k | v of the token itself | v of the one before | q | k | q | k |"""
+    weight, (queries, keys, _) = layer.proj.weight, (128, 64, 64)
+    assert isinstance(weight, Tensor)
+    own, ranks = weight[:, 0].long(), layer.parallel.size
+    own[queries // ranks :] += queries
+    own[(queries + keys) // ranks :] += keys
+    if layer.parallel.rank >= ranks / 2:
+        own[(queries + keys) // ranks :] += keys // 2
+    elif ranks == 1:
+        own[-keys // 2 :] += keys // 2
+    qk = own[: (queries + keys) // ranks] + queries + 2 * keys
+    return torch.cat((own, qk, qk + queries + keys))
 
 
 def _tensors(caches: LayerCaches) -> Iterator[tuple[int, str, Tensor, int]]:

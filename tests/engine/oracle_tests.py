@@ -31,9 +31,14 @@ KINDS = {
     "plain_torch": ("recurrent_gemma", "rwkv", "xlstm"),
     "gated_delta_net": ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"),
     "latent": ("kimi_linear", "bailing_hybrid"),
+    "indexed": ("glm5_next",),
     "lightning": ("minimax", "bailing_moe_linear", "bailing_moe_v2_5"),
+    "inkling": ("inkling",),
+    "convolved": ("zaya", "zaya_sliding"),
+    "streams": ("qwen4_exp",),
     "windows": ("lfm3", "window_alone", "window_and_conv", "window_and_full"),
 }
+ZAYA_SLIDING = ["hybrid", "hybrid_sliding", "hybrid"]
 # An LFM3's layers.
 WINDOWED = {
     "window_alone": ["sliding_attention"] * 3,
@@ -78,12 +83,12 @@ ESSENTIAL = {
 # Of the same layers as another kind: one test shows that their weights are in place.
 LIKE_OTHERS = {
     *("nemotron_h_moe", "granite_moe_hybrid", "recurrent_only", "qwen3", "falcon_mamba"),
-    *("lfm2_moe", "qwen3_5", "window_and_conv"),
+    *("lfm2_moe", "qwen3_5", "window_and_conv", "zaya_sliding"),
 }
 # Whose answers are compared with drafts, too; test_logits.py has all families' logits with them.
 DRAFTED = {
     *("qwen3_next", "bamba", "falcon_h1", "zamba2", "jamba", "lfm2", "bailing_hybrid", "minimax"),
-    *("lfm3", "window_alone"),
+    *("lfm3", "window_alone", "inkling", "zaya", "glm5_next", "qwen4_exp"),
 }
 SMALLER_BUDGETS = {3, 41}  # of the two of each test
 
@@ -234,6 +239,8 @@ def make_oracle(
     if kind == "recurrent_only":
         layers = ["linear_attention", "mlp", "linear_attention"]
         model = make_tiny_model("nemotron_h", folder, chunk_size=GRID, layers_block_type=layers)
+    elif kind == "zaya_sliding":
+        model = make_tiny_model("zaya", folder, layer_types=ZAYA_SLIDING, sliding_window=21)
     elif (layers := WINDOWED.get(kind)) is not None:
         size = {"num_hidden_layers": len(layers), "layer_types": layers}
         model = make_tiny_model("lfm3", folder, **size)
@@ -488,6 +495,7 @@ PREEMPTED = {
     "jamba": PREEMPTIONS[1:2],
     "lfm2": PREEMPTIONS[4:],
     "lfm3": PREEMPTIONS[:1],
+    "inkling": PREEMPTIONS[:1],
     "llama": PREEMPTIONS[2:3],
 }
 

@@ -27,7 +27,10 @@ from tests.tiny_models import make_tiny_model
 BUFFER = "inference_dynamic_batching_buffer_size_gb"
 # Of these the first has experts in its last block, behind all that mixes tokens, and chooses by
 # groups; the second has a dense layer among the others.
-EVERY = ["nemotron_h_moe", "qwen3_next", "granite_moe_hybrid", "jamba", "lfm2_moe", "qwen3_5_moe"]
+EVERY = [
+    *("nemotron_h_moe", "qwen3_next", "granite_moe_hybrid", "jamba", "lfm2_moe", "qwen3_5_moe"),
+    *("kimi_linear", "qwen4_exp", "zaya"),
+]
 FAMILIES = usually(EVERY[:2], EVERY)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, return_routed_experts=True)
 

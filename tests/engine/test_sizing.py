@@ -47,6 +47,18 @@ def geometry(gigabytes: float, **options):
     )
 
 
+def test_blocks_hold_whole_groups_of_an_index():
+    indexed = replace(KV, index_dim=256, index_dtype=torch.bfloat16, index_group=48)
+
+    def divided(size: int):
+        config = EngineConfig(inference_dynamic_batching_block_size=size)
+        return derive_geometry(config, [KV, indexed], [STATE], VOCABULARY, 90 * GIB)
+
+    assert divided(96).bytes_per_block == 96 * (2 * KV.bytes_per_token() + 512)
+    with pytest.raises(ConfigurationError, match="block-size is 64, but must be a multiple of 48"):
+        divided(64)
+
+
 def used(found):
     kv = (found.num_blocks + 1) * found.bytes_per_block
     return (kv + (found.max_requests + found.num_cached_slots) * found.bytes_per_slot) / GIB

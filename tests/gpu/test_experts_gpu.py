@@ -176,7 +176,7 @@ def test_route(tokens: int, num_experts: int, kind: str) -> None:
         assert (chosen[0] == expected[0]).float().mean() > 0.999  # and so are some large sigmoids
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"sinks"}))
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "num_experts", "width"), [(1, 256, 2048), (4, 64, 1536)])
@@ -208,7 +208,7 @@ TYPES = [(torch.float32, torch.float32), (BF16, BF16), (BF16, torch.float32), (t
 NORMED_KINDS = [
     (size, TYPES[(i + j) % len(TYPES)], kind)
     for i, size in enumerate(NORMED)
-    for j, kind in enumerate(sorted(set(KINDS) - {"softmax of all"}))
+    for j, kind in enumerate(sorted(set(KINDS) - {"softmax of all", "sinks"}))
 ]
 
 

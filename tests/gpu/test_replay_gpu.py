@@ -132,10 +132,10 @@ def test_mamba1(channels: int, size: int, dtype: torch.dtype, seed: int) -> None
 
 @SEEDS
 @DTYPES
-@pytest.mark.parametrize("chunk", [1, 4, 16])
-def test_convolutions(chunk: int, dtype: torch.dtype, seed: int) -> None:
+@pytest.mark.parametrize(("chunk", "width"), [(1, 4), (4, 4), (16, 4), (16, 10)])
+def test_convolutions(chunk: int, width: int, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
-    channels, width = 1040, 4
+    channels = 1040
     conv = TRITON_REPLAYS.conv
     constants = ConvConstants(randn(channels, width).to(dtype), randn(channels).to(dtype), True)
 

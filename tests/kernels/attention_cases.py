@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedHost, PagedSequences
 from megatron_hybrid.kernels.paged_attention.prompts import TILE, GatheredLayout
+from megatron_hybrid.kernels.protocols import RelativeBias
 
 Lengths = list[tuple[int, int]]  # (queries, keys) of each sequence, decodes first
 
@@ -31,12 +32,13 @@ def attention_shape(
     first_position: int = 0,
     kv_dtype: torch.dtype | None = None,
     window: int = 0,
+    relative: bool = False,
 ) -> AttentionShape:
     """`kv_dtype`: None: the same as `dtype`."""
     scale = 0.9 * head_dim**-0.5  # not the usual one, which kernels take by themselves
     return AttentionShape(
         heads, kv_heads, head_dim, scale, block_size, dtype, kv_dtype or dtype, first_position,
-        window=window,
+        window=window, relative=relative,
     )  # fmt: skip
 
 
@@ -50,6 +52,7 @@ class AttentionStep:
     value: Tensor
     cache: KVCache
     expected: Tensor  # [tokens, heads, head_dim] float64
+    bias: RelativeBias | None  # of a relative shape
 
 
 def attention_step(
@@ -60,8 +63,10 @@ def attention_step(
     scattered: bool = True,
     device: str = "cpu",
     seed: int = 0,
+    bank: tuple[int, int] = (5, 20),
 ) -> AttentionStep:
-    """`decodes`: how many of the first sequences count as decodes; all of one query if None."""
+    """`decodes`: how many of the first sequences count as decodes; all of one query if None.
+    `bank`: profiles and extent of a relative shape's biases."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -77,6 +82,11 @@ def attention_step(
     cache = poisoned_cache(shape, total + 1, device)
     qkv = normal(tokens, shape.heads + 2 * shape.kv_heads, shape.head_dim)
     query, key, value = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    bias = None
+    if shape.relative:
+        profiles, extent = bank  # the weights are columns of something wider
+        weights = normal(tokens, 3 + shape.heads * profiles)[:, 3:].unflatten(1, (-1, profiles))
+        bias = RelativeBias(weights, normal(profiles, extent))
     table = np.zeros((len(lengths), max(blocks_of) + 1), dtype=np.int64)
     slots, expected = [], []
     first_block = first_token = 0
@@ -97,14 +107,15 @@ def attention_step(
             wholes.append(whole * scale)
         slots.append(at[past:])
         if n:
-            expected.append(naive(query[new], *wholes, past, shape))
+            own = None if bias is None else RelativeBias(bias.weights[new], bias.bank)
+            expected.append(naive(query[new], *wholes, past, shape, own))
     host = PagedHost.of(
         np.array([n for n, _ in lengths]), np.array([keys for _, keys in lengths]), table, size
     )
     if decodes is None:
         decodes = sum(n == 1 for n, _ in lengths)
     paged = paged_sequences(host, torch.cat(slots), decodes, device)
-    return AttentionStep(paged, query, key, value, cache, torch.cat(expected))
+    return AttentionStep(paged, query, key, value, cache, torch.cat(expected), bias)
 
 
 def poisoned_cache(shape: AttentionShape, blocks: int, device: str) -> KVCache:
@@ -154,7 +165,14 @@ def paged_sequences(
     return PagedSequences(*arrays, kv_slot.to(device, kind), num_decodes, host)
 
 
-def naive(query: Tensor, key: Tensor, value: Tensor, start: int, shape: AttentionShape) -> Tensor:
+def naive(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    start: int,
+    shape: AttentionShape,
+    bias: RelativeBias | None = None,
+) -> Tensor:
     """In float64: query [n, heads, dim] from position `start`, key [kv, kv_heads, dim]."""
     n, heads, _ = query.shape
     repeat = heads // key.shape[1]
@@ -163,6 +181,11 @@ def naive(query: Tensor, key: Tensor, value: Tensor, start: int, shape: Attentio
     scores = torch.einsum("nhd,khd->hnk", query.double(), k) * shape.scale
     position = torch.arange(start, start + n, device=query.device)
     at = torch.arange(len(key), device=query.device)
+    if bias is not None:
+        profiles = bias.weights.double() @ bias.bank.double()  # [n, heads, extent]
+        for i, own in enumerate(profiles):
+            for distance in range(min(start + i + 1, bias.extent)):
+                scores[:, i, start + i - distance] += own[:, distance]
     hidden = (at > position[:, None]) | (at < shape.first_position)
     if shape.window:
         hidden |= at <= position[:, None] - shape.window
@@ -183,7 +206,7 @@ def check(
     step = attention_step(lengths, shape, **kwargs)
     plan = attention.plan(step.paged, shape)
     attention.append(step.key, step.value, step.cache, plan)
-    out = attention.attend(step.query, step.cache, plan)
+    out = attention.attend(step.query, step.cache, plan, step.bias)
     assert out.is_contiguous() and out.dtype == shape.dtype
     torch.testing.assert_close(out.double(), step.expected, atol=tolerance, rtol=tolerance)
 
@@ -223,6 +246,28 @@ def check_windows(
         check_begins_behind(attention, lengths, of, tolerance=tolerance, **where)
 
 
+def check_biases(
+    attention: Any,
+    lengths: Lengths,
+    banks: Iterable[tuple[int, int]] = ((5, 20), (16, 1), (3, 64), (1, 400)),
+    *,
+    tolerance: float = 1e-5,
+    windows: Iterable[int] = (0, 9),
+    device: str = "cpu",
+    decodes: int | None = None,
+    **shape: Any,
+) -> None:
+    """Scores have a bias by distance, nearer than the bank's extent, which ends inside of tiles, at
+    their ends, before and behind a window's and a sequence's."""
+    for bank in banks:
+        for window in windows:
+            of = attention_shape(window=window, relative=True, **shape)
+            where = {"device": device, "decodes": decodes, "bank": bank}
+            check(attention, lengths, of, tolerance=tolerance, **where)
+            if window:
+                check_begins_behind(attention, lengths, of, tolerance=tolerance, **where)
+
+
 def check_begins_behind(
     attention: Any,
     lengths: Lengths,
@@ -250,7 +295,7 @@ def check_begins_behind(
     view = paged_sequences(later, paged.kv_slot, paged.num_decodes, str(paged.kv_slot.device))
     plan = attention.plan(view, shape)
     attention.append(step.key, step.value, step.cache, plan)
-    out: Tensor = attention.attend(step.query, step.cache, plan)
+    out: Tensor = attention.attend(step.query, step.cache, plan, step.bias)
     torch.testing.assert_close(out.double(), step.expected, atol=tolerance, rtol=tolerance)
     return out
 
@@ -265,7 +310,7 @@ def check_bits_of_windows(
         step = attention_step(lengths, of, decodes=2)
         plan = attention.plan(step.paged, of)
         attention.append(step.key, step.value, step.cache, plan)
-        whole = attention.attend(step.query, step.cache, plan)
+        whole = attention.attend(step.query, step.cache, plan, step.bias)
         behind = check_begins_behind(attention, lengths, of, tolerance=1e-5, keys=keys, decodes=2)
         assert torch.equal(whole, behind)
         for places in ([0], [3, 4], [6, 7, 8], list(range(25, 45))):
@@ -279,7 +324,10 @@ def check_bits_of_windows(
             )
             one = paged_sequences(alone, step.paged.kv_slot[places], 0, "cpu")
             plan = attention.plan(one, of)
-            out = attention.attend(step.query[places], step.cache, plan)
+            bias = step.bias
+            if bias is not None:
+                bias = RelativeBias(bias.weights[places], bias.bank)
+            out = attention.attend(step.query[places], step.cache, plan, bias)
             assert torch.equal(out, whole[places])
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_hybrid.kernels.activation.reference import limit_of
 from megatron_hybrid.kernels.experts import reference
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights, SharedExpert
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight, WeightFormat
@@ -147,7 +148,10 @@ def by_hand(m: Mixture) -> Tensor:
 def _mlp_by_hand(m: Mixture, token: Tensor, up_proj: Tensor, down_proj: Tensor) -> Tensor:
     up = m.x[token].double() @ up_proj.double().t()
     gate, up = up.chunk(2, dim=-1) if m.gated else (up, torch.ones_like(up))
-    if m.activation == "silu":
+    limit = limit_of(m.activation)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if m.activation.startswith("silu"):
         gate = gate / (1 + torch.exp(-gate))
     else:
         gate = gate.clamp(min=0) ** 2

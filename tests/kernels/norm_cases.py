@@ -40,12 +40,14 @@ def roundings(weight_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
 def check_rms_norm(
     norm: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.float32,
     weight_dtype: torch.dtype | None = None, out_dtype: torch.dtype | None = None,
-    device: str = "cpu",
+    device: str = "cpu", by_head: bool = False,
 ) -> None:  # fmt: skip
     weight_dtype = weight_dtype or dtype
     torch.manual_seed(0)
     x = draw(*shape, dtype=dtype, device=device)
     weight = draw(shape[-1], dtype=weight_dtype, device=device)
+    if by_head:
+        weight = draw(*shape[1:], dtype=weight_dtype, device=device).contiguous()
     given, out_dtype = out_dtype, out_dtype or weight_dtype
     y, expected = norm.rms_norm(x, weight, EPS, given), normed(x.double(), weight)
     close(y, expected, out_dtype, roundings(weight_dtype, out_dtype))

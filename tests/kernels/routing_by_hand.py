@@ -17,6 +17,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sigmoid": {"scoring": "sigmoid", "eps": 1e-20},
     "sigmoid as it is": {"scoring": "sigmoid", "normalize": False, "factor": 1.5},
     "biased": {"scoring": "sigmoid", "bias": True, "factor": 2.5},
+    "sinks": {"scoring": "sigmoid", "bias": True, "sinks": 3, "factor": 2.5, "scaled": True},
     "groups": {"scoring": "sigmoid", "bias": True, "num_groups": 4, "chosen_groups": 2},
 }
 
@@ -26,6 +27,7 @@ def router(
     chosen: int,
     width: int = 1,
     bias: bool = False,
+    scaled: bool = False,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     **more: Any,
@@ -34,8 +36,10 @@ def router(
     weight = torch.randn(num_experts, width, generator=generator, device=device) * width**-0.5
     biases = None
     if bias:  # negative ones, too: the choice is by the sum, whatever its sign
-        biases = torch.randn(num_experts, generator=generator, device=device)
-    return Router(weight.to(dtype), chosen, bias=biases, **more)
+        count = num_experts - more.get("sinks", 0)
+        biases = torch.randn(count, generator=generator, device=device)
+    scale = torch.full((1,), 0.7, device=device) if scaled else None
+    return Router(weight.to(dtype), chosen, bias=biases, scale=scale, **more)
 
 
 def normed_inputs(
@@ -62,10 +66,14 @@ def in_longer_rows(values: Tensor) -> Tensor:
 
 
 def chosen_by_hand(logits: Tensor, router: Router) -> tuple[list[list[int]], Tensor]:
-    """Experts and weights of logits [tokens, experts]: of equal ones the lower expert first."""
+    """Experts and weights of logits [tokens, experts]: of equal ones the lower expert first. Behind
+    them those of sinks."""
     experts, weights = [], []
-    bias = [0.0] * logits.shape[1] if router.bias is None else router.bias.double().tolist()
-    for row in logits.double().tolist():
+    factor = router.factor if router.scale is None else router.factor * float(router.scale)
+    count = logits.shape[1] - router.sinks
+    bias = [0.0] * count if router.bias is None else router.bias.double().tolist()
+    for every in logits.double().tolist():
+        row, sinks = every[:count], [1 / (1 + math.exp(-logit)) for logit in every[count:]]
         scores = row
         if router.scoring == "sigmoid":
             scores = [1 / (1 + math.exp(-logit)) for logit in row]
@@ -77,7 +85,7 @@ def chosen_by_hand(logits: Tensor, router: Router) -> tuple[list[list[int]], Ten
         best = sorted(range(router.num_groups), key=lambda group: (-groups[group], group))
         open_to = [e for e in range(len(row)) if e // size in best[: router.chosen_groups]]
         order = sorted(open_to, key=lambda expert: (-choice[expert], expert))[: router.chosen]
-        shares = [scores[expert] for expert in order]
+        shares = [scores[expert] for expert in order] + sinks
         total = 1.0
         if router.scoring == "softmax":
             of_all = shares if router.normalize else scores
@@ -86,5 +94,5 @@ def chosen_by_hand(logits: Tensor, router: Router) -> tuple[list[list[int]], Ten
         elif router.normalize:
             total = sum(shares) + router.eps
         experts.append(order)
-        weights.append([router.factor * share / total for share in shares])
+        weights.append([factor * share / total for share in shares])
     return experts, torch.tensor(weights, dtype=torch.float64)

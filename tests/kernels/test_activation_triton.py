@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_hybrid.kernels.activation.reference import ACTIVATIONS
-from tests.kernels.activation_cases import check_activate, check_gate
+from tests.kernels.activation_cases import LIMITED, check_activate, check_gate
 from tests.thorough import usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
@@ -25,6 +25,11 @@ SIZES = [(columns, dtype) for columns in (1, 12, 700) for dtype in TYPES]
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_size(name: str, gated: bool, tokens: int, columns: int, dtype: torch.dtype) -> None:
     check_activate(activation, name, gated, tokens, columns, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_and_what_they_are_multiplied_with_may_be_limited(dtype: torch.dtype) -> None:
+    check_activate(activation, LIMITED, True, 5, 12, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

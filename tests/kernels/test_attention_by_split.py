@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache
+from megatron_hybrid.kernels.protocols import RelativeBias
 from tests.thorough import A_THIRD, usually
 
 if torch.cuda.is_available():
@@ -28,6 +29,7 @@ from tests.kernels.attention_cases import (  # noqa: E402
     attention_shape,
     attention_step,
     check,
+    check_biases,
     check_bits_of_windows,
     check_copied_tokens,
     check_first_position,
@@ -103,6 +105,14 @@ def test_a_token_sees_a_window() -> None:
     check_bits_of_windows(small(), KEYS, usually([20], [2, 9, 20, 64]), block_size=16)
 
 
+def test_scores_may_have_a_bias_by_distance() -> None:
+    lengths = [(1, 9), (1, 8), (1, 70), (3, 3), (9, 40), (60, 64), (2, 65)]
+    check_biases(small(), lengths, usually([(5, 20)], [(5, 20), (16, 1), (1, 64)]), decodes=3)
+    check_biases(small(rows=64), [(1, 40), (3, 70), (40, 90)], [(5, 60)], heads=6, kv_heads=2)
+    shape = {"block_size": 16, "relative": True}
+    check_bits_of_windows(small(), KEYS, usually([20], [2, 9, 20, 64]), **shape)
+
+
 def test_fp8_keys_and_values_are_attended_to_as_they_are_stored() -> None:
     check(small(), MIXED, attention_shape(kv_dtype=FP8), decodes=3)
     check(small(), MIXED, attention_shape(2, 1, 16, 16, kv_dtype=FP8), decodes=3)
@@ -130,7 +140,7 @@ def test_not_a_number_is_not_taken_for_nothing() -> None:
 def attended(attention: SplitAttention, step: AttentionStep, shape: AttentionShape) -> Tensor:
     plan = attention.plan(step.paged, shape)
     attention.append(step.key, step.value, step.cache, plan)
-    return attention.attend(step.query, step.cache, plan)
+    return attention.attend(step.query, step.cache, plan, step.bias)
 
 
 class Sequences:
@@ -143,6 +153,11 @@ class Sequences:
         self.qkv = [
             # scores that differ much: running maxima change often
             (2 * torch.randn(length, width, shape.head_dim, generator=generator)).to(shape.dtype)
+            for length in lengths
+        ]
+        self.bank = torch.randn(5, 40, generator=generator).to(shape.dtype)
+        self.weights = [  # of a relative shape's biases
+            torch.randn(length, shape.heads, 5, generator=generator).to(shape.dtype)
             for length in lengths
         ]
 
@@ -164,8 +179,12 @@ class Sequences:
         found: list[list[Tensor]] = [[] for _ in self.lengths]
         for spans, paged in turns.paged(bounds, decodes, longest_run):
             qkv = torch.cat([x[a:b] for x, (a, b) in zip(self.qkv, spans, strict=True)])
+            bias = None
+            if shape.relative:
+                own = [x[a:b] for x, (a, b) in zip(self.weights, spans, strict=True)]
+                bias = RelativeBias(torch.cat(own), self.bank)
             step = AttentionStep(
-                paged, *qkv.split([shape.heads, *[shape.kv_heads] * 2], 1), cache, qkv
+                paged, *qkv.split([shape.heads, *[shape.kv_heads] * 2], 1), cache, qkv, bias
             )
             out = attended(attention, step, shape)
             for row, part in enumerate(out.split([b - a for a, b in spans])):
@@ -177,6 +196,7 @@ class Sequences:
     "shape",
     [
         attention_shape(2, 1, 8, 16, first_position=1),
+        attention_shape(3, 1, 8, 16, relative=True),
         attention_shape(3, 1, 16, 16, kv_dtype=FP8),
         attention_shape(2, 1, 8, 16, torch.bfloat16),
         *usually([], [attention_shape(2, 1, 8, 16), attention_shape(20, 1, 24, 4)]),
@@ -190,6 +210,7 @@ def test_bits_depend_on_the_sequence_alone(shape: AttentionShape) -> None:
     for one in range(2):  # alone; other tiles of queries, another block size and place
         alone = Sequences([], shape)
         alone.lengths, alone.qkv = [sequences.lengths[one]], [sequences.qkv[one]]
+        alone.weights, alone.bank = [sequences.weights[one]], sequences.bank
         for block_size in (5, 32):
             found = alone.results(small(), [whole[one]], block_size=block_size, seed=1)
             assert_equal(found, [expected[one]])

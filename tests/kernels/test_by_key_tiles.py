@@ -14,6 +14,7 @@ from tests.kernels.attention_cases import (
     AttentionStep,
     attention_shape,
     attention_step,
+    check_biases,
     check_bits_of_windows,
     check_windows,
     paged_sequences,
@@ -31,7 +32,7 @@ SHAPES = usually(
 def attended(step: AttentionStep, shape: AttentionShape) -> torch.Tensor:
     plan = by_key_tiles.plan(step.paged, shape)
     by_key_tiles.append(step.key, step.value, step.cache, plan)
-    return by_key_tiles.attend(step.query, step.cache, plan)
+    return by_key_tiles.attend(step.query, step.cache, plan, step.bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
@@ -67,6 +68,13 @@ def test_a_token_sees_a_window() -> None:
     check_windows(by_key_tiles, decodes=7)
     check_windows(by_key_tiles, [(140, 140), (130, 300)], [8, 100])
     check_bits_of_windows(by_key_tiles, by_key_tiles.KEYS, block_size=16)
+
+
+def test_scores_may_have_a_bias_by_distance() -> None:
+    check_biases(by_key_tiles, LENGTHS, [(5, 20), (16, 1), (3, 100)])
+    check_biases(by_key_tiles, [(140, 140), (130, 300)], [(5, 70)], heads=6, kv_heads=3)
+    shape = {"block_size": 16, "relative": True}
+    check_bits_of_windows(by_key_tiles, by_key_tiles.KEYS, [9, 64, 200], **shape)
 
 
 def test_a_first_position_and_more_queries_than_are_gathered_at_once() -> None:

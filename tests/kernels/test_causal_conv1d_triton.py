@@ -26,7 +26,7 @@ LENGTHS = [40, 1, 2, 0, 3, 50, 5, 1, 1, 19, 4]
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "strided"])
-@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("width", [2, 3, 4, 10])
 def test_prefill(width: int, packed: bool) -> None:
     check_prefill(conv, LENGTHS, padding=3, channels=6, width=width, packed=packed)
 
@@ -52,7 +52,7 @@ def test_padding_tokens_give_zeros(padding: int) -> None:
 CUT = ([1] * 60, [7, 1, 30, 22], [20, 40], [59, 1])
 
 
-@pytest.mark.parametrize(("width", "silu"), [(4, True), (3, False)])
+@pytest.mark.parametrize(("width", "silu"), [(4, True), (3, False), (10, True)])
 @pytest.mark.parametrize("lengths", usually([CUT[1], CUT[3]], CUT))
 def test_outputs_have_the_same_bits_however_the_sequence_is_cut(
     lengths: list[int], width: int, silu: bool
@@ -70,7 +70,7 @@ def test_outputs_have_the_same_bits_however_the_sequence_is_cut(
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "strided"])
-@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("width", [2, 3, 4, 10])
 def test_decode(width: int, packed: bool) -> None:
     check_decode(conv, 11, channels=6, width=width, packed=packed)
     check_decode(conv, 1, channels=300, width=width, packed=packed, bias=False)

@@ -53,7 +53,15 @@ def test_a_step_is_gone_through_whose_kernels_write_nothing(family: str, tmp_pat
     "family",
     usually(
         ["qwen3_5_moe"],
-        ["qwen3_5_moe", "nemotron_h_moe", "falcon_mamba", "bamba", "lfm2", "bailing_hybrid"],
+        [
+            "qwen3_5_moe",
+            "nemotron_h_moe",
+            "falcon_mamba",
+            "bamba",
+            "lfm2",
+            "bailing_hybrid",
+            "glm5_next",
+        ],
     ),
 )
 def test_an_engine_asks_for_all_kernels_when_it_starts(family: str, tmp_path: Path) -> None:

@@ -7,8 +7,11 @@ from megatron_hybrid.kernels.experts.reference import mix
 from tests.kernels.experts_by_hand import by_hand, mixture, shared_out
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize(
+    ("activation", "gated"),
+    [(name, gated) for name in ("silu", "relu2") for gated in (True, False)]
+    + [("silu_to_0.25", True)],
+)
 def test_mix_is_the_weighted_sum_over_the_chosen_experts(activation: str, gated: bool) -> None:
     m = mixture(50, activation=activation, gated=gated)
     torch.testing.assert_close(mix(*m.arguments()).double(), by_hand(m), atol=1e-5, rtol=1e-5)

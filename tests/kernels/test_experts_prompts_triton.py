@@ -31,7 +31,8 @@ def check(m: Mixture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("activation", "gated"), [("silu", True), ("relu2", False), ("silu", False)]
+    ("activation", "gated"),
+    [("silu_to_0.25", True), ("relu2", False), ("silu", False)],
 )
 @pytest.mark.parametrize("tokens", [1, 70, 300])
 def test_mix(tokens: int, activation: str, gated: bool) -> None:

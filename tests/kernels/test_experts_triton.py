@@ -37,7 +37,8 @@ def check(result: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("activation", "gated"), [("silu", True), ("relu2", False), ("silu", False)]
+    ("activation", "gated"),
+    [("silu", True), ("relu2", False), ("silu", False), ("silu_to_0.25", True)],
 )
 @pytest.mark.parametrize("tokens", [1, triton.FEW_TOKENS, triton.FEW_TOKENS + 1, 60])
 def test_mix(tokens: int, activation: str, gated: bool) -> None:
@@ -222,7 +223,7 @@ QUANTIZED = {
 }
 
 
-GATED, PLAIN = ("silu", True, 64), ("relu2", False, 96)  # activation, gated, inner
+GATED, PLAIN = ("silu_to_1.0", True, 64), ("relu2", False, 96)  # activation, gated, inner
 # Every format with few tokens and with many, gated and not; TESTS=all: with each of these shapes.
 SHAPES = usually(
     [((1, *GATED), (60, *PLAIN)), ((5, *PLAIN), (60, *GATED))],

@@ -39,12 +39,14 @@ def test_positions_may_rotate_nothing(attention: Any) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize(("heads", "latent", "turned"), [(1, 8, 2), (3, 24, 4), (5, 20, 16)])
+@pytest.mark.parametrize(
+    ("heads", "latent", "turned"), [(1, 8, 2), (3, 24, 4), (5, 20, 16), (3, 16, 0)]
+)
 def test_heads_and_latents_of_any_size(
     attention: Any, heads: int, latent: int, turned: int
 ) -> None:
     shape = latent_shape(heads, latent, turned, block_size=5)
-    check(attention, rope, [(1, 6), (3, 8), (5, 5)], shape, nope=7, v_dim=9)
+    check(attention, rope, [(1, 6), (3, 8), (5, 5)], shape, nope=7, v_dim=9, turns=turned > 0)
 
 
 def test_heads_may_be_computed_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from tests.kernels.norm_cases import (
 def test_rms_norm() -> None:
     check_rms_norm(norm, (5, 12))
     check_rms_norm(norm, (5, 3, 16))
+    check_rms_norm(norm, (5, 3, 16), by_head=True)
 
 
 def test_rms_norm_of_a_wide_residual_for_a_narrow_model() -> None:

@@ -31,6 +31,12 @@ def test_every_size(tokens: int, size: int) -> None:
     check_gated_rms_norm(norm, tokens, 2, size, norm_first=True, activation="sigmoid")
 
 
+@pytest.mark.parametrize("size", [16, 200, 1025])
+def test_heads_with_weights_of_their_own(size: int) -> None:
+    check_rms_norm(norm, (5, 3, size), by_head=True)
+    check_rms_norm(norm, (5, 3, size), torch.bfloat16, torch.float32, torch.bfloat16, by_head=True)
+
+
 @pytest.mark.parametrize("groups", [6, 7, 32])
 def test_several_groups_of_a_program(groups: int) -> None:
     """Programs with 2, 1 and 8 groups; each group's bits are those that it has in any row."""

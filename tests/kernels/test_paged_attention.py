@@ -8,6 +8,7 @@ from tests.kernels.attention_cases import (
     FP8,
     attention_shape,
     check,
+    check_biases,
     check_copied_tokens,
     check_first_position,
     check_gathered,
@@ -85,6 +86,21 @@ def test_a_token_sees_a_window() -> None:
     check_windows(reference, decodes=7)
     for one in [(1, 90), (140, 140), (130, 300), (1100, 1200)]:
         check_windows(reference, [one], [8, 100, 400])
+
+
+@pytest.mark.parametrize("scattered", [True, False])
+def test_scores_may_have_a_bias_by_distance(
+    scattered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [(1, 3), (1, 70), (7, 7), (8, 8), (5, 40), (1, 1), (130, 131), (140, 140), (2, 9)]
+    check_biases(reference, lengths)
+    for one in [(1, 90), (7, 7), (140, 140), (600, 700)]:
+        check_biases(reference, [one], [(5, 20)], heads=6, kv_heads=3)
+        check(reference, [one], attention_shape(relative=True), scattered=scattered)
+    monkeypatch.setattr(reference, "_BIASES", 3000)  # a few queries at a time
+    check_biases(reference, lengths, [(5, 20)])
+    shape = attention_shape(dtype=torch.bfloat16, relative=True)
+    check(reference, [(1, 30), (7, 20), (9, 9)], shape, tolerance=6e-2)
 
 
 def test_bfloat16_follows_float32() -> None:

@@ -21,6 +21,7 @@ from tests.kernels.attention_cases import (  # noqa: E402
     attention_shape,
     attention_step,
     check,
+    check_biases,
     check_copied_tokens,
     check_first_position,
     check_gathered,
@@ -40,8 +41,10 @@ class SplitAttention(TritonAttention):
     def __init__(self, splits: int) -> None:
         self._splits = splits
 
-    def attend(self, query: Any, cache: Any, plan: Any, *, splits: int | None = None) -> Any:
-        return super().attend(query, cache, plan, splits=self._splits)
+    def attend(
+        self, query: Any, cache: Any, plan: Any, bias: Any = None, *, splits: int | None = None
+    ) -> Any:
+        return super().attend(query, cache, plan, bias, splits=self._splits)
 
 
 @pytest.mark.parametrize("splits", usually([2, 11], [2, 3, 11, 16]))
@@ -104,6 +107,16 @@ def test_a_token_sees_a_window(splits: int) -> None:
     for kv_dtype, window in ((torch.float32, 40), (FP8, 64)):
         shape = {"heads": 2, "kv_heads": 1, "head_dim": 32, "block_size": 32, "kv_dtype": kv_dtype}
         check_windows(SplitAttention(splits), decodes, [window], decodes=7, **shape)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_scores_may_have_a_bias_by_distance(splits: int) -> None:
+    """Of shapes, too, whose decodes would be another kernel's."""
+    lengths = [(1, 9), (1, 8), (1, 70), (3, 3), (9, 40), (60, 64), (2, 65)]
+    attention = SplitAttention(splits)
+    check_biases(attention, lengths, usually([(5, 20)], [(5, 20), (16, 1), (1, 64)]), decodes=3)
+    shape = {"heads": 6, "kv_heads": 2, "head_dim": 32, "block_size": 32}
+    check_biases(attention, [(1, 9), (1, 64), (0, 3), (3, 70)], [(17, 33)], decodes=3, **shape)
 
 
 @pytest.mark.parametrize(("head_dim", "block_size"), [(16, 1), (24, 3), (80, 16)])

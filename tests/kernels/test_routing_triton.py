@@ -167,7 +167,7 @@ def test_equal_logits_go_to_the_lower_expert(  # type: ignore[no-untyped-def]
 
 
 @A_THIRD
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"sinks"}))
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("norm_dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("tokens", "num_experts"), [(1, 64), (4, 8)])

@@ -19,7 +19,8 @@ from megatron_hybrid.layers.norm import RMSNorm
 from megatron_hybrid.models.blocks import Block, MoEBlock
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.config import BlockForm, HybridModelConfig
-from megatron_hybrid.models.hybrid_model import Hidden, HybridModel
+from megatron_hybrid.models.hidden import Hidden
+from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext, RankGroup
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"

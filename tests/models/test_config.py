@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,21 @@ def test_nemotron_options_that_are_refused(
         ("zamba2", {"num_key_value_heads": 2}, "use_shared_attention_adapter with 2 KV heads"),
         ("qwen3_next", {"layer_types": ["mamba"]}, "type 'mamba'"),
         ("qwen3_5", {"rope_parameters": {"rope_type": "yarn"}}, "'yarn'"),
+        ("qwen4_exp", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("qwen4_exp", {"layer_types": ["conv"]}, "type 'conv'"),
+        ("qwen4_exp", {"num_hidden_layers": 5}, "has 4 layers, num_hidden_layers is 5"),
+        ("qwen4_exp", {"output_gate_type": "tanh"}, "output_gate_type = 'tanh'"),
+        ("qwen4_exp", {"ple_layer_ids": [2]}, "layer 2 is none"),
+        ("qwen4_exp", {"ple_layer_ids": [9]}, "layer 9 is none"),
+        ("qwen4_exp", {"ple_layer_ids": [0]}, "layer 0 is none"),
+        ("qwen4_exp", {"ple_embed_dim": 90}, "90, which 8 heads"),
+        ("qwen4_exp", {"ngram_size": 1}, "96, which 0 heads"),
+        ("qwen4_exp", {"eos_token_id": None}, "has no 'eos_token_id'"),
+        ("qwen4_exp", {"hc_count": 1}, "hc_count .* is 1"),
+        ("qwen4_exp", {"indexer_kv_heads": 2}, "indexer_kv_heads = 2"),
+        ("qwen4_exp", {"indexer_n_heads": None}, "has no 'indexer_n_heads'"),
+        ("qwen4_exp", {"indexer_budget": 18}, "18; it must be a multiple of .* 4"),
+        ("qwen4_exp", {"indexer_head_dim": 2}, "2; it must be at least the 4 numbers"),
         ("olmo_hybrid", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("olmo_hybrid", {"layer_types": ["conv"]}, "type 'conv'"),
         ("olmo_hybrid", {"linear_use_gate": False}, "linear_use_gate = False"),
@@ -205,6 +221,34 @@ def test_nemotron_options_that_are_refused(
             {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
             "RoPE of type 'yarn'",
         ),
+        ("inkling", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("inkling", {"tie_word_embeddings": True}, "tie_word_embeddings = True"),
+        ("inkling", {"q_bias": True}, "q_bias = True"),
+        ("inkling", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ("inkling", {"use_sconv": False}, "use_sconv = False"),
+        ("inkling", {"shared_expert_sink": False}, "shared_expert_sink = False"),
+        ("inkling", {"gate_activation": "softmax"}, "gate_activation = 'softmax'"),
+        ("inkling", {"inference_moe_w13_interleaved": False}, "w13_interleaved = False"),
+        ("inkling", {"layer_types": ["hybrid"] * 3}, "for each of the model's 4 layers"),
+        ("inkling", {"layer_types": ["full_attention"] * 4}, "'hybrid' or 'hybrid_sliding'"),
+        ("inkling", {"mlp_layer_types": ["moe"] * 4}, "'dense' or 'sparse'"),
+        ("inkling", {"swa_num_attention_heads": 5}, "is 5, which is no multiple of swa_num_key"),
+        ("inkling", {"num_key_value_heads": 3}, "is 4, which is no multiple of num_key_value"),
+        ("inkling", {"conv_kernel_size": 1}, "conv_kernel_size = 1 .* at least 2"),
+        ("inkling", {"sliding_window_size": 0}, "sliding_window_size = 0 .* at least 1"),
+        ("inkling", {"n_shared_experts": 0}, "n_shared_experts = 0 .* at least 1"),
+        ("inkling", {"log_scaling_n_floor": 0}, "log_scaling_n_floor = 0 .* at least 1"),
+        ("inkling", {"model_type": "inkling2_text"}, "type 'inkling2_text' are not supported"),
+        ("inkling", {"model_type": "inkling2"}, "type 'inkling2' are not supported"),
+        ("zaya", {"num_experts_per_tok": 2}, "num_experts_per_tok = 2"),
+        ("zaya", {"lm_head_bias": True}, "lm_head_bias = True"),
+        ("zaya", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("zaya", {"layer_types": ["full_attention"]}, "type 'full_attention'"),
+        ("zaya", {"layer_types": ["hybrid_sliding"]}, "has no 'sliding_window'"),
+        ("zaya", {"num_attention_heads": 3}, "3 heads of queries and 2 of keys, of 16 numbers"),
+        ("zaya", {"cca_time1": 0}, "cca_time1 = 0 .* at least one tap"),
+        ("zaya", {"rope_parameters": {"rope_theta": 1e4}}, "nothing of layers of kind 'hybrid'"),
+        ("zaya", {"moe_intermediate_size": None}, "has no 'moe_intermediate_size'"),
     ],
 )
 def test_options_of_other_families_that_are_refused(
@@ -228,6 +272,24 @@ def test_layers_that_old_folders_count_instead_of_listing(tiny: Tiny, tmp_path: 
     assert read[1].pattern == "GE*-GE*E"
 
 
+def test_a_qwen4_that_says_little_has_the_usual_layers(tiny: Tiny, tmp_path: Path) -> None:
+    """Attention always has an index, and a head that is there gives no drafts."""
+    values = values_of(tiny("qwen4_exp"))
+    expected = ModelFolder.open(tiny("qwen4_exp").folder).config
+    assert expected.pattern == "PGEQEPGEGE" and expected.mtp is None
+    kinds = [name.replace("indexed", "full") for name in values["layer_types"]]
+    again = values | {"layer_types": kinds, "eos_token_id": [7, 3]}
+    read = ModelFolder.open(write(tmp_path, again)).config
+    assert replace(read, eos_token_ids=(7,)) == expected
+    short = values | {"layer_types": None, "num_hidden_layers": 6, "ple_layer_ids": None}
+    short |= {"mtp_num_hidden_layers": 1, "output_gate_type": None}
+    read = ModelFolder.open(write(tmp_path, short)).config
+    assert read.pattern == "GEGEGEQEGEGE" and read.mtp is not None
+    assert "residual streams" in read.mtp.unsupported
+    net = read.gated_delta_net
+    assert net is not None and net.gate_activation == "silu"
+
+
 def test_an_lfm3_that_says_little_has_the_usual_layers_and_rotations(
     tiny: Tiny, tmp_path: Path
 ) -> None:
@@ -241,6 +303,25 @@ def test_an_lfm3_that_says_little_has_the_usual_layers_and_rotations(
     sliding = read.others["L"]
     assert isinstance(sliding, AttentionConfig) and sliding.window == 256 and read.attention
     assert sliding.rope != read.attention.rope and not read.attention.window
+
+
+def test_a_zaya_that_says_little_has_the_usual_layers_and_rotations(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """Beside rotations by kind of layer the hub's has a type for all, which means nothing."""
+    values, expected = values_of(tiny("zaya")), ModelFolder.open(tiny("zaya").folder).config
+    assert expected.pattern == "VEVEVE" and expected.residual_in_fp32
+    for rope in (None, {**values["rope_parameters"], "rope_type": "default"}):
+        few = {name: value for name, value in values.items() if not name.startswith("cca_")}
+        few |= {"layer_types": None, "rope_parameters": rope, "partial_rotary_factor": 0.5}
+        assert ModelFolder.open(write(tmp_path, few)).config == expected
+    layers = ["hybrid", "hybrid_sliding", "hybrid"]
+    sliding = values | {"layer_types": layers, "sliding_window": 21}
+    read = ModelFolder.open(write(tmp_path, sliding)).config
+    assert read.pattern == "VEYEVE"
+    full, window = (read.others[letter].attention for letter in "VY")  # type: ignore[attr-defined]
+    assert (full.window, full.rope.theta, full.rope.rotary_dim) == (0, 5e6, 8)
+    assert (window.window, window.rope.theta, window.rope.rotary_dim) == (21, 1e4, 8)
 
 
 def test_ling_as_old_as_2_6_is_known_by_its_architecture(tiny: Tiny, tmp_path: Path) -> None:
@@ -322,9 +403,11 @@ def test_dtypes_by_name() -> None:
         ("mamba", 3, "--tensor-model-parallel-size 3 does not divide .* 128 Mamba channels"),
         ("qwen3_5", 4, "--tensor-model-parallel-size 4 does not divide .* 2 key heads"),
         ("lfm2", 3, "--tensor-model-parallel-size 3 does not divide .* 64 channels"),
+        ("qwen4_exp", 8, "--tensor-model-parallel-size 8 does not divide"),
         ("zamba", 8, "--tensor-model-parallel-size 8 does not divide .* 4 Mamba heads"),
         ("recurrent_gemma", 3, "--tensor-model-parallel-size 3 does not divide .* 4 heads of the"),
         ("xlstm", 8, "--tensor-model-parallel-size 8 does not divide .* 4 heads of the mLSTM"),
+        ("zaya", 4, "--tensor-model-parallel-size 4 does not divide .* 2 KV heads with convolved"),
         ("rwkv", 5, "--tensor-model-parallel-size 5 does not divide .* 96 channels of time"),
         ("nemotron_h", 16, "16 does not divide"),
     ],

@@ -303,6 +303,39 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen4 with biases, other sizes of n-grams, a tied head, most gates": (
+        "qwen4_exp",
+        {
+            "attention_bias": True,
+            "hc_count": 2,
+            "ngram_size": 4,
+            "heads_per_ngram": 2,
+            "ple_conv_kernel_size": 3,
+            "ple_layer_ids": [3, 4],
+            "split_ngram_parts": 1,
+            "make_ngram_vocab_size_divisible_by": 7,
+            "output_gate_type": None,
+            "tie_word_embeddings": True,
+            "eos_token_id": [126, 3],
+            "seed": 5,
+            "indexer_budget": 24,
+            "indexer_compress_ratio": 8,
+        },
+    ),
+    "qwen4 without n-grams, of one tap, an odd number of heads": (
+        "qwen4_exp",
+        {
+            "ple_layer_ids": [],
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "norm_topk_prob": False,
+            "hc_lowrank": 1,
+        },
+    ),
+    "qwen4 whose n-grams are pairs, with one tap": (
+        "qwen4_exp",
+        {"ngram_size": 2, "ple_conv_kernel_size": 1, "ple_embed_dim": 8, "eos_token_id": 55},
+    ),
     "lfm2 with biases, sizes as they are": (
         "lfm2",
         {
@@ -325,6 +358,34 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 5,
         },
     ),
+    "inkling of other sizes, in full layers alone, without logarithms, with three shared experts": (
+        "inkling",
+        {
+            "layer_types": ["hybrid"] * 3,
+            "mlp_layer_types": ["sparse"] * 3,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 24,
+            "d_rel": 17,
+            "rel_extent": 5,
+            "log_scaling_n_floor": None,
+            "conv_kernel_size": 3,
+            "n_shared_experts": 3,
+            "num_experts_per_tok": 1,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
+    "inkling in sliding layers alone, by default, without experts": (
+        "inkling",
+        {
+            "layer_types": None,
+            "mlp_layer_types": ["dense"] * 4,
+            "sliding_window_size": 1,
+            "conv_kernel_size": 2,
+            "d_rel": 1,
+        },
+    ),
     "lfm2 with experts chosen without a bias": (
         "lfm2_moe",
         {"use_expert_bias": False, "norm_topk_prob": False},
@@ -342,6 +403,62 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ling with biases, without latents of queries": (
         "bailing_hybrid",
         {"attention_bias": True, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    ),
+    "zaya with biases, one KV head, tied": (
+        "zaya",
+        {
+            "attention_bias": True,
+            "num_key_value_heads": 1,
+            "num_attention_heads": 3,
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 2,
+        },
+    ),
+    "zaya with three KV heads, wider filters, its own positions": (
+        "zaya",
+        {
+            "attention_bias": True,
+            "num_key_value_heads": 3,
+            "num_attention_heads": 6,
+            "cca_time0": 2,
+            "cca_time1": 4,
+            "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+            "sliding_window": 7,
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part}
+                for kind, theta, part in (("hybrid", 1e3, 1.0), ("hybrid_sliding", 1e2, 0.25))
+            },
+        },
+    ),
+    "zaya with a wide and a narrow filter": ("zaya", {"cca_time0": 3, "cca_time1": 1}),
+    "zaya without a depthwise filter": ("zaya", {"cca_time0": 1, "cca_time1": 3}),
+    "glm with biases, an odd number of heads, softplus gates, tied embeddings, pools of two": (
+        "glm5_next",
+        {
+            "attention_bias": True,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "linear_lower_bound": None,
+            "tie_word_embeddings": True,
+            "index_kpool": 2,
+            "index_topk": 10,
+            "index_n_heads": 7,
+            "hc_mult": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+        },
+    ),
+    "glm of the usual layers, that chooses tokens": (
+        "glm5_next",
+        {
+            "layer_types": None,
+            "indexer_types": None,
+            "mlp_layer_types": None,
+            "num_hidden_layers": 8,
+            "index_kpool": 1,
+            "index_topk": 9,
+        },
     ),
     "llama with linear rope": (
         "llama",

@@ -30,7 +30,9 @@ PARAMETERS = {
     "bamba-9b": (9.78, "model card"),
     "falcon-h1-7b": (7.59, "Falcon-H1 report; 7 B in the model card"),
     "falcon-mamba-7b": (7.27, "Hub"),
+    "glm-5.3-flash": (313.3, "313.33 in transformers' class"),
     "granite-4.0-h-tiny": (6.94, "Hub"),
+    "inkling-small": (263.7, "263.66 in transformers' class"),
     "jamba-mini-1.6": (51.6, "Hub; 52 B in the model card"),
     "kimi-linear-48b-a3b": (49.1, "48 B in the model card; 49.12 in transformers' class"),
     "lfm2-1.2b": (1.17, "model card"),
@@ -46,6 +48,7 @@ PARAMETERS = {
     "olmo-hybrid-7b": (7.43, "7 B in the model card; 7.43 in transformers' class"),
     "qwen3-8b": (8.19, "Hub; 8.2 B in the model card"),
     "qwen3-next-80b-a3b": (79.7, "80 B in the model card; 79.67 in transformers' class"),
+    "qwen3.8-flash-next": (176.9, "125 B, and 51 B of n-grams; 176.94 in transformers' class"),
     "qwen3.5-35b-a3b": (34.7, "35 B in the model card; 34.66 in transformers' class"),
     "qwen3.5-35b-a3b-nvfp4": (34.7, "as above"),
     "qwen3.5-9b": (8.95, "what llama.cpp counts in the text part"),
@@ -53,17 +56,23 @@ PARAMETERS = {
     "recurrentgemma-9b": (8.58, "9 B in the model card; 8.58 in transformers' class"),
     "rwkv-4-7b": (7.39, "7 B in the model card; 7.39 in transformers' class"),
     "xlstm-7b": (6.87, "model card"),
+    "zaya1-8b": (8.84, "8 B in its name; 8.840 in transformers' class"),
     "zamba-7b": (7.23, "7 B in the model card; 7.23 in transformers' class"),
     "zamba2-2.7b": (2.66, "2.7 B in the model card; 2.66 in transformers' class"),
 }
 
 
-def shape_of(folder: Path, parallel: ParallelContext, ranks: int = 1) -> HybridModel:
+def shape_of(
+    folder: Path, parallel: ParallelContext, ranks: int = 1, tables_on_host: bool = False
+) -> HybridModel:
     """The model without memory, as the first of `ranks` ranks has it."""
     several = first_of(parallel, ranks)
     config = ModelFolder.open(folder).config
     with torch.device("meta"):
-        return HybridModel(config, several, torch.bfloat16, torch.bfloat16, torch.float32)
+        return HybridModel(
+            config, several, torch.bfloat16, torch.bfloat16, torch.float32,
+            tables_on_host=tables_on_host,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -89,7 +98,8 @@ def test_a_files_budgets_fit_its_gpus(path: Path, parallel: ParallelContext) -> 
         return
     folder = Path(config.load)
     assert folder.name == path.stem
-    model = shape_of(folder, parallel, config.tensor_model_parallel_size)
+    on_host = config.ngram_embeddings_on_host
+    model = shape_of(folder, parallel, config.tensor_model_parallel_size, on_host)
     length = config.inference_max_seq_length or model.config.max_position_embeddings
     assert length <= model.config.max_position_embeddings
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())

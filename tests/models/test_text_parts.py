@@ -55,9 +55,26 @@ SPEECH: dict[str, Any] = {
 WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", "qwen3_5", QWEN_VISION),
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", QWEN_VISION),
+    "qwen4_exp": ("Qwen4ExpForConditionalGeneration", "qwen4_exp", QWEN_VISION),
     "minicpmv4_6": ("MiniCPMV4_6ForConditionalGeneration", "qwen3_5", MINICPM_VISION),
     "minicpmv4_7": ("MiniCPMV4_7ForConditionalGeneration", "qwen3_5", MINICPM_VISION),
     "minicpm_ocr": ("MiniCPMOcrForConditionalGeneration", "qwen3_5", MINICPM_VISION),
+    "glm5_next": (
+        "Glm5NextForConditionalGeneration",
+        "glm5_next",
+        {
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "intermediate_size": 48,
+                "out_hidden_size": 64,
+                "projection_intermediate_size": 48,
+                "patch_size": 4,
+                "image_size": 16,
+            },
+        },
+    ),
     "lfm2_vl": ("Lfm2VlForConditionalGeneration", "lfm2", {"vision_config": ENCODER}),
     "nemotron_h_omni": (
         "NemotronH_Omni_Reasoning_V3",
@@ -87,6 +104,14 @@ WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "granite_moe_hybrid",
         SPEECH,
     ),
+    "inkling_mm_model": (
+        "InklingForConditionalGeneration",
+        "inkling",
+        {
+            "vision_config": {"hidden_size": 64, "num_hidden_layers": 4, "patch_size": 2},
+            "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8},
+        },
+    ),
 }
 # Of types that transformers does not know: which of those above has the same weights.
 LIKE = {
@@ -100,7 +125,7 @@ LIKE = {
 def make_whole(kind: str, folder: Path, **overrides: Any) -> PreTrainedModel:
     """A random model of transformers in `folder`; `overrides`: of its text part."""
     name, family, others = WHOLES[kind]
-    (folder / "text").mkdir()
+    (folder / "text").mkdir(parents=True)
     if "granite" in kind:  # transformers 5.24 forgets it there
         overrides["logits_scaling"] = 1.0
     text = make_tiny_model(family, folder / "text", **overrides).config.to_dict()

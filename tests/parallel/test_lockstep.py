@@ -14,7 +14,8 @@ from tests.thorough import thorough, usually
 from tests.tiny_models import FAMILIES as ALL_FAMILIES
 from tests.tiny_models import make_tiny_model
 
-# Every family with experts: latent experts and groups, softmax routers, a gate of the shared one.
+# Every family with experts: latent experts and groups, softmax routers, a gate of the shared one,
+# sinks.
 FAMILIES = (
     "nemotron_h_moe",
     "granite_moe_hybrid",
@@ -22,6 +23,8 @@ FAMILIES = (
     "qwen3_next",
     "qwen3_5_moe",
     "lfm2_moe",
+    "zaya",
+    "inkling",
 )
 TENSOR_2 = {"tensor_model_parallel_size": 2}
 EXPERT_2 = {"expert_model_parallel_size": 2}
@@ -35,7 +38,7 @@ class Layout(NamedTuple):
 
 # In one launch each: starting processes takes longer than what they do.
 ON_TWO_RANKS = {
-    "expert 2": Layout(EXPERT_2, ("nemotron_h_moe",)),
+    "expert 2": Layout(EXPERT_2, ("nemotron_h_moe", "zaya", "inkling")),
     "expert tensor 2": Layout({"expert_tensor_parallel_size": 2}, ("qwen3_next",)),
     "expert 2 among tensor 2": Layout(
         TENSOR_2 | EXPERT_2 | {"expert_tensor_parallel_size": 1}, ("nemotron_h_moe",)

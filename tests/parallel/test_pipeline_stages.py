@@ -81,6 +81,24 @@ def shapes(folder: Path, place: ParallelContext) -> HybridModel:
         return HybridModel(config, place, torch.float32, torch.float32, torch.float32)
 
 
+def test_no_stage_begins_with_attention_that_shares_an_index(
+    tmp_path: Path, alone: ParallelContext
+) -> None:
+    layers = ["indexed_attention"] * 5
+    indexers = ["full", "shared", "shared", "full", "shared"]
+    make_tiny_model(
+        "glm5_next", tmp_path, num_hidden_layers=5, layer_types=layers, indexer_types=indexers
+    )
+    for count in (1, 2, 3):
+        blocks = shapes(tmp_path, places(alone, count)[0]).stages.blocks
+        pattern = ModelFolder.open(tmp_path).config.pattern
+        assert pattern == "D-JEJEDEJE"
+        for own in blocks:
+            assert pattern[own.start : own.stop].strip("-E")[:1] in ("D", "")
+    with pytest.raises(ConfigurationError, match=r"is 9, but then some stage would begin with"):
+        shapes(tmp_path, places(alone, 9)[0])
+
+
 def bytes_of(model: HybridModel) -> int:
     return sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
@@ -220,6 +238,9 @@ class Overwriting:
     [
         ("nemotron_h", "bfloat16", {"residual_in_fp32": True}),
         ("granite_moe_hybrid", "float32", {}),
+        ("qwen4_exp", "float32", {}),
+        # whose routers hand states over, in whatever stages they are
+        ("zaya", "bfloat16", {"residual_in_fp32": True, "num_hidden_layers": 3}),
         (
             "zamba2",
             "float32",

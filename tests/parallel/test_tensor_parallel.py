@@ -58,11 +58,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax": ("minimax", {"num_attention_heads": 6, "num_key_value_heads": 1, "vocab_size": 163}),
     "lfm2": ("lfm2", {"conv_bias": True}),
     "lfm2_moe": ("lfm2_moe", {}),
+    "qwen4_exp": ("qwen4_exp", {"num_key_value_heads": 1, "vocab_size": 163}),
     "lfm3": ("lfm3", {"num_key_value_heads": 1, "vocab_size": 163}),
+    # a KV head and its windows that both have; those of sliding layers are divided
+    "inkling": ("inkling", {"num_key_value_heads": 1, "vocab_size": 163}),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen3": ("qwen3", {"vocab_size": 161, "tie_word_embeddings": True}),
     "kimi_linear": ("kimi_linear", {"attention_bias": True}),
     "bailing_hybrid": ("bailing_hybrid", {}),
+    # values of one rank come from the token itself, those of the other from the one before
+    "zaya": ("zaya", {"attention_bias": True, "vocab_size": 163}),
+    "zaya with wider filters": (
+        "zaya",
+        {
+            "attention_bias": True,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "cca_time0": 3,
+            "cca_time1": 3,
+        },
+    ),
+    "glm5_next": ("glm5_next", {"attention_bias": True, "index_n_heads": 7, "vocab_size": 163}),
 }
 ON_FOUR_RANKS = ("nemotron_h", "bamba")
 # Weights alone: inputs that are rounded are rounded by each rank for itself.

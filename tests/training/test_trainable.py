@@ -99,6 +99,9 @@ def gradients_of_transformers(
     known = load_file(folder / "model.safetensors")
     save_file(known | tensors, folder / "model.safetensors", {"format": "pt"})
     hf = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, buffer in hf.named_buffers():  # transformers 5.24 sets the last of ZAYA's to -1
+        if name.endswith("balancing_biases"):
+            buffer.copy_(known[name])
     for prompt, answer, w in zip(asked, answers, weight, strict=True):
         logits = hf(torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0]
         logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_hybrid.config import EngineConfig
-from megatron_hybrid.engine.build import _bytes_of_copies, _Plan, build_engine
+from megatron_hybrid.engine.build import _Plan, build_engine
+from megatron_hybrid.engine.build_weights import bytes_of_copies
 from megatron_hybrid.engine.checks import check_transformer_engine
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels import kernel_set
@@ -106,5 +107,5 @@ def test_copies_in_fp8_are_part_of_what_weights_take() -> None:
         for _, part in shapes.weight_parts()
         if isinstance(part, LinearPart) and part.role != "lm_head"
     )
-    assert _bytes_of_copies(config, shapes) == own > 0
-    assert _bytes_of_copies(EngineConfig(device="cpu"), shapes) == 0
+    assert bytes_of_copies(config, shapes) == own > 0
+    assert bytes_of_copies(EngineConfig(device="cpu"), shapes) == 0

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from bench.attention_cases import attention_cases
 from bench.cases import Bench, Case
 from bench.conv_cases import conv_cases
+from bench.convolved_cases import convolved_cases
 from bench.expert_cases import expert_cases
 from bench.few_row_cases import few_row_cases
 from bench.latent_cases import latent_cases
@@ -19,6 +20,7 @@ from bench.quantized_cases import quantized_expert_cases, quantized_linear_cases
 from bench.recurrent_cases import recurrent_cases
 from bench.recurrent_kinds import recurrent_kinds
 from bench.sampling_cases import sampling_cases
+from bench.streams_cases import streams_cases
 
 
 def kernel_cases(bench: Bench) -> Iterator[Case]:
@@ -31,8 +33,10 @@ def kernel_cases(bench: Bench) -> Iterator[Case]:
     yield from gated_norm_cases(bench)
     yield from attention_cases(bench)
     yield from latent_cases(bench)
+    yield from convolved_cases(bench)
     yield from norm_cases(bench)
     yield from activation_cases(bench)
+    yield from streams_cases(bench)
     yield from expert_cases(bench)
     yield from quantized_expert_cases(bench)
     yield from normed_router_cases(bench)

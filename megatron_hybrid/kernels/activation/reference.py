@@ -28,12 +28,24 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+_LIMITED = "silu_to_"
+
+
+def limit_of(activation: str) -> float | None:
+    """Of a gated "silu_to_LIMIT": gates are at most that before their silu, and what they are
+    multiplied with is within as much of 0. None: of others."""
+    return float(activation[len(_LIMITED) :]) if activation.startswith(_LIMITED) else None
+
+
 def activate(x: Tensor, activation: str, gated: bool, into: Reader | None = None) -> Inputs:
     """As in Activation."""
-    function = ACTIVATIONS[activation]
+    limit = limit_of(activation) if gated else None
+    function = ACTIVATIONS[activation] if limit is None else silu
     if not gated:
         return rounded(function(x), into)
     gate, up = x.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return rounded(function(gate).mul_(up), into)
 
 

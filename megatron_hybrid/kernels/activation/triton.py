@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.kernels.activation.reference import ACTIVATIONS
+from megatron_hybrid.kernels.activation.reference import ACTIVATIONS, limit_of
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.linear.rounding import Results, store_rounded
@@ -28,7 +28,7 @@ def gate(x: Tensor, gate: Tensor, activation: str, into: Reader | None = None) -
 
 def _launch(x: Tensor, factor: Tensor | None, activation: str, into: Reader | None) -> Inputs:
     """act(x) * factor."""
-    if activation not in ACTIVATIONS:
+    if activation not in ACTIVATIONS and (factor is None or limit_of(activation) is None):
         raise ValueError(f"activation is {activation!r}, must be one of {', '.join(ACTIVATIONS)}")
     tokens, columns = x.shape
     # Few columns a program where there are few elements, so that the device is filled.
@@ -62,7 +62,8 @@ def _activate_kernel(
     values = apply_activation(values, ACTIVATION)
     if factor is not None:
         factors = tl.load(factor + row * factor_row + column, mask=mask, other=0)
-        values = values.to(inputs.dtype).to(tl.float32) * factors.to(tl.float32)
+        factors = limited(factors.to(tl.float32), ACTIVATION)
+        values = values.to(inputs.dtype).to(tl.float32) * factors
     if out is not None:
         tl.store(out + row * columns + column, values, mask=mask)
     if KIND is not None:
@@ -73,10 +74,29 @@ def _activate_kernel(
         )  # fmt: skip
 
 
+@triton.constexpr_function
+def _limit(activation):
+    # limit_of or 0: what kernels reach may call no other function that is not Triton's
+    return float(activation[8:]) if activation[:8] == "silu_to_" else 0.0
+
+
+@triton.jit
+def limited(values, ACTIVATION: tl.constexpr):
+    """What gates are multiplied with, float32; see limit_of."""
+    LIMIT: tl.constexpr = _limit(ACTIVATION)
+    if LIMIT > 0:
+        values = tl.clamp(values, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return values
+
+
 @triton.jit
 def apply_activation(values, ACTIVATION: tl.constexpr):
     """Of float32 values."""
-    if ACTIVATION == "relu2":
+    LIMIT: tl.constexpr = _limit(ACTIVATION)
+    if LIMIT > 0:
+        values = tl.minimum(values, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        values = values * tl.sigmoid(values)
+    elif ACTIVATION == "relu2":
         values = tl.where(values < 0, 0, values)  # not maximum: NaN stays NaN
         values = values * values
     elif ACTIVATION == "gelu":
@@ -101,7 +121,8 @@ def activated_product(
     `kind` where two kernels would round. gates: the first half's, if GATED."""
     if GATED:
         gates = apply_activation(gates.to(kind).to(tl.float32), ACTIVATION)
-        values = gates.to(kind).to(tl.float32) * values.to(kind).to(tl.float32)
+        values = limited(values.to(kind).to(tl.float32), ACTIVATION)
+        values = gates.to(kind).to(tl.float32) * values
     elif ACTIVATION != "none":
         values = apply_activation(values.to(kind).to(tl.float32), ACTIVATION)
     return values.to(kind)

@@ -20,8 +20,18 @@ def can_choose(router: Router) -> bool:
     """Groups of experts must be as many, and as large, as some power of two."""
     if router.num_groups == 1:
         return True
-    num_experts = len(router.weight)
+    num_experts = num_chosen_from(router)
     return not num_experts & (num_experts - 1) and not router.num_groups & (router.num_groups - 1)
+
+
+def is_alone(router: Router) -> bool:
+    """Whether kernels that do more than to choose can: not with sinks, nor a learned factor."""
+    return not router.sinks and router.scale is None
+
+
+def num_chosen_from(router: Router) -> int:
+    """Experts that are no sinks."""
+    return len(router.weight) - router.sinks
 
 
 def empty_logits(x: Tensor, router: Router) -> Tensor:
@@ -31,15 +41,17 @@ def empty_logits(x: Tensor, router: Router) -> Tensor:
 
 
 def empty_choice(like: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """Experts and weights, [tokens, chosen] each, for tokens that `like` has a row of each."""
-    shape = like.shape[0], router.chosen
-    experts = torch.empty(shape, dtype=torch.int32, device=like.device)
-    return experts, torch.empty(shape, dtype=torch.float32, device=like.device)
+    """Experts [tokens, chosen] and weights [tokens, chosen + sinks], for tokens that `like` has a
+    row of each."""
+    tokens, device = like.shape[0], like.device
+    experts = torch.empty((tokens, router.chosen), dtype=torch.int32, device=device)
+    shape = tokens, router.chosen + router.sinks
+    return experts, torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def choice_arguments(router: Router, experts: Tensor, weights: Tensor) -> tuple[object, ...]:
-    """The kernels' arguments that say how to choose."""
-    num_experts = len(router.weight)
+    """The kernels' arguments that say how to choose; sinks and scale are others."""
+    num_experts = num_chosen_from(router)
     return (
         router.bias, experts, weights, router.eps, router.factor, router.scoring,
         router.normalize, num_experts, router.chosen, router.num_groups, router.chosen_groups,
@@ -51,18 +63,19 @@ def choice_arguments(router: Router, experts: Tensor, weights: Tensor) -> tuple[
 def store_choice_of_warps(
     logits, biases, experts, weights, token, eps, factor, SCORING: tl.constexpr,
     NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, scale=None,
+    SINKS: tl.constexpr = 0,
 ):  # fmt: skip
     """`store_choice` by several warps, which for each of its steps would wait for one another."""
     if BLOCK_E <= MOST_RANKED:
         _store_ranked(
             logits, biases, experts, weights, token, eps, factor, SCORING, NORMALIZE, EXPERTS,
-            CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E,
+            CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, scale, SINKS,
         )  # fmt: skip
     else:
         store_choice(
             logits, biases, experts, weights, token, eps, factor, SCORING, NORMALIZE, EXPERTS,
-            CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C,
+            CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C, scale, SINKS,
         )  # fmt: skip
 
 
@@ -70,31 +83,44 @@ def store_choice_of_warps(
 def store_choice(
     logits, biases, experts, weights, token, eps, factor, SCORING: tl.constexpr,
     NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, scale=None,
+    SINKS: tl.constexpr = 0,
 ):  # fmt: skip
-    """What a token's logits choose: the best, then the best of the others, and so on."""
-    values, left, key = _read(
-        logits, biases, token, SCORING, EXPERTS, GROUPS, CHOSEN_GROUPS, BLOCK_E
-    )
+    """What a token's logits choose: the best, then the best of the others, and so on. scale: a
+    number's place that weights are multiplied by, too. SINKS: behind the EXPERTS' logits there are
+    so many more of a sigmoid router's; see Router."""
+    logits += token * (EXPERTS + SINKS)
+    values, left, key = _read(logits, biases, SCORING, EXPERTS, GROUPS, CHOSEN_GROUPS, BLOCK_E)
     place = tl.arange(0, BLOCK_C)
-    expert, share = _chosen(
+    if SINKS > 0:
+        eps += _sum_of_sinks(logits + EXPERTS, SINKS)
+    if scale is not None:
+        factor *= tl.load(scale)
+    expert, share, total = _chosen(
         values, left, key, biases, tl.arange(0, BLOCK_E), place, eps, factor, SCORING, NORMALIZE,
         EXPERTS, CHOSEN, names_experts(logits.dtype.element_ty, SCORING),
     )  # fmt: skip
     tl.store(experts + token * CHOSEN + place, expert, mask=place < CHOSEN)
-    tl.store(weights + token * CHOSEN + place, share, mask=place < CHOSEN)
+    weights += token * (CHOSEN + SINKS)
+    tl.store(weights + place, share, mask=place < CHOSEN)
+    if SINKS > 0:
+        _store_sinks(logits + EXPERTS, weights + CHOSEN, tl.sum(total, axis=0), factor, SINKS)
 
 
 @triton.jit
 def _store_ranked(
     logits, biases, experts, weights, token, eps, factor, SCORING: tl.constexpr,
     NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr, scale, SINKS: tl.constexpr,
 ):  # fmt: skip
     """What a token's logits choose, all at once: an expert's place is how many are before it."""
-    values, left, key = _read(
-        logits, biases, token, SCORING, EXPERTS, GROUPS, CHOSEN_GROUPS, BLOCK_E
-    )
+    logits += token * (EXPERTS + SINKS)
+    values, left, key = _read(logits, biases, SCORING, EXPERTS, GROUPS, CHOSEN_GROUPS, BLOCK_E)
+    weights += token * (CHOSEN + SINKS)
+    if SINKS > 0:
+        eps += _sum_of_sinks(logits + EXPERTS, SINKS)
+    if scale is not None:
+        factor *= tl.load(scale)
     column = tl.arange(0, BLOCK_E)
     is_before = key[:, None] > key[None, :]
     if not names_experts(logits.dtype.element_ty, SCORING):
@@ -105,13 +131,37 @@ def _store_ranked(
     if SCORING == "sigmoid":
         share = values
         if NORMALIZE:
-            share = share / (tl.sum(tl.where(is_chosen, share, 0.0), axis=0) + eps)
+            total = tl.sum(tl.where(is_chosen, share, 0.0), axis=0) + eps
+            share = share / total
+            if SINKS > 0:
+                _store_sinks(logits + EXPERTS, weights + CHOSEN, total, factor, SINKS)
     else:
         share = tl.exp(left - tl.max(left, axis=0))
         counted = tl.where(is_chosen, share, 0.0) if NORMALIZE else share
         share = share / tl.sum(counted, axis=0)
     tl.store(experts + token * CHOSEN + rank, column, mask=is_chosen)
-    tl.store(weights + token * CHOSEN + rank, share * factor, mask=is_chosen)
+    tl.store(weights + rank, share * factor, mask=is_chosen)
+
+
+@triton.jit
+def _sink(logits, i):
+    """One's sigmoid. Others may have written the logit while this kernel ran."""
+    return tl.sigmoid(tl.load(logits + i, cache_modifier=".cg").to(tl.float32))
+
+
+@triton.jit
+def _sum_of_sinks(logits, SINKS: tl.constexpr):
+    total = _sink(logits, 0)
+    for i in tl.static_range(1, SINKS):
+        total += _sink(logits, i)
+    return total
+
+
+@triton.jit
+def _store_sinks(logits, weights, total, factor, SINKS: tl.constexpr):
+    """Of a token whose experts and sinks have sigmoids that add up to `total`."""
+    for i in tl.static_range(SINKS):
+        tl.store(weights + i, _sink(logits, i) / total * factor)
 
 
 @triton.jit
@@ -132,7 +182,7 @@ def store_choices(
         left += biases[None, :]
     left = _of_experts(left, column, EXPERTS)
     key = _keys(left, column, EXPERTS, NAMED)
-    expert, share = _chosen(
+    expert, share, _ = _chosen(
         values, left, key, biases, column, place, eps, factor, SCORING, NORMALIZE, EXPERTS, CHOSEN,
         NAMED,
     )  # fmt: skip
@@ -144,7 +194,7 @@ def store_choices(
 
 @triton.jit
 def _read(
-    logits, biases, token, SCORING: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr,
+    logits, biases, SCORING: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """A token's logits as float32 or sigmoids, and what they are chosen by, as a number and as an
@@ -152,9 +202,7 @@ def _read(
     `names_experts` an integer ends in BLOCK_E - 1 - its place, so that no two are equal."""
     column = tl.arange(0, BLOCK_E)
     # Others may have written them while this kernel ran.
-    own = tl.load(
-        logits + token * EXPERTS + column, mask=column < EXPERTS, other=0.0, cache_modifier=".cg"
-    )
+    own = tl.load(logits + column, mask=column < EXPERTS, other=0.0, cache_modifier=".cg")
     values = own.to(tl.float32)
     if SCORING == "sigmoid":
         values = tl.sigmoid(values)
@@ -198,8 +246,8 @@ def _chosen(
     NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, NAMED: tl.constexpr,
 ):  # fmt: skip
     """Of what `_read` gives, of one token or of a row each -> experts int32 and weights float32, as
-    many as `place`; CHOSEN of these count, the best first, the lower of equal ones. column: the
-    experts' places; place: those of the chosen."""
+    many as `place`; CHOSEN of these count, the best first, the lower of equal ones. And, [..., 1],
+    what they were divided by. column: the experts' places; place: those of the chosen."""
     names: tl.constexpr = key.shape[-1] - 1
     last: tl.constexpr = len(key.shape) - 1
     best = tl.full(place.shape, float("-inf"), tl.float32)
@@ -222,8 +270,9 @@ def _chosen(
         key = tl.where(is_best, _TAKEN, key)
     if SCORING == "sigmoid":
         share = tl.where(place < CHOSEN, best, 0.0)
+        total = tl.sum(share, axis=last, keep_dims=True) + eps
         if NORMALIZE:
-            share = share / (tl.sum(share, axis=last, keep_dims=True) + eps)
+            share = share / total
     else:
         largest_of_all = tl.max(best, axis=last, keep_dims=True)
         share = tl.exp(best - largest_of_all)
@@ -232,7 +281,7 @@ def _chosen(
             others = tl.where(key == _TAKEN, float("-inf"), left)
             total += tl.sum(tl.exp(others - largest_of_all), axis=last, keep_dims=True)
         share = share / total
-    return expert, share * factor
+    return expert, share * factor, total
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.activation.triton import limited
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.experts.pairs import activated
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights, SharedExpert
@@ -151,7 +152,7 @@ def _up_kernel(
                     second += others[step].to(tl.float32) * inputs
     value = activated(tl.sum(first, axis=1), ACTIVATION)
     if GATED:
-        value *= tl.sum(second, axis=1)
+        value *= limited(tl.sum(second, axis=1), ACTIVATION)
     tl.store(target + n, value.to(hidden.dtype.element_ty), mask=n < size)
 
 

@@ -23,6 +23,7 @@ def can_mix(layer: ExpertWeights, pairs: int, dtype: torch.dtype) -> bool:
     num_experts = layer.up.shape[0]
     few = pairs <= FEW_PAIRS * (num_experts + layer.elsewhere) and num_experts <= MOST_EXPERTS
     whole = layer.down.shape[-1] % 16 == 0  # 16 rows of `up` are all gates or none
+    few = few and layer.activation in ("silu", "relu2")
     return few and whole and fits(layer.up, dtype) and fits(layer.down, dtype)
 
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.activation.triton import limited
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights, SharedExpert
@@ -162,7 +163,8 @@ def _up_kernel(
         value = activated(value, ACTIVATION)
         if GATED:
             other = row + i + size
-            value *= tl.sum(sums[ROWS + i], axis=0) * _row_factor(row_scale, other, KEPT)
+            factor = tl.sum(sums[ROWS + i], axis=0) * _row_factor(row_scale, other, KEPT)
+            value *= limited(factor, ACTIVATION)
         tl.store(target + i, value.to(hidden.dtype.element_ty))
 
 

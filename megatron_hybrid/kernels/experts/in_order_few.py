@@ -18,7 +18,7 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_hybrid.kernels.activation.triton import activated_product
+from megatron_hybrid.kernels.activation.triton import activated_product, limited
 from megatron_hybrid.kernels.dependent_launch import (
     ENABLED,
     OPTIONS,
@@ -277,7 +277,7 @@ def _up_kernel(
             second = tl.dot(others, values.T, second)
     first = activated(first, ACTIVATION)
     if GATED:
-        first *= second
+        first *= limited(second, ACTIVATION)
     n = first_row + tl.arange(0, ROWS)
     target = hidden + row[None, :].to(tl.int64) * INNER + n[:, None]
     mask = (row < end)[None, :] & (n < INNER)[:, None]

@@ -24,6 +24,7 @@ from megatron_hybrid.kernels.experts.choices import (
     choice_arguments,
     empty_choice,
     empty_logits,
+    is_alone,
     store_choice,
 )
 from megatron_hybrid.kernels.experts.protocol import NormedRoutes, Router
@@ -96,7 +97,7 @@ def add_norm_route(
     """As in Experts, with the bits of the kernels apart. The sum is a tensor of its own: programs
     may still read the residual."""
     (tokens, width), num_experts = x.shape, len(router.weight)
-    if not 0 < tokens <= _MOST_NORMED or not can_choose(router):
+    if not 0 < tokens <= _MOST_NORMED or not (can_choose(router) and is_alone(router)):
         return None
     if not (x.dtype == dtype == router.weight.dtype and dtype.itemsize == 2 and width % 8 == 0):
         return None
@@ -128,6 +129,8 @@ def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         _choose_kernel[(len(logits),)](
             logits.contiguous(),
             *choice_arguments(router, experts, weights),
+            router.scale,
+            router.sinks,
             num_warps=1,
             **OPTIONS,
         )
@@ -226,7 +229,7 @@ def _choose_kernel(
     logits, bias, experts, weights, eps, factor,
     SCORING: tl.constexpr, NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
     GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_C: tl.constexpr, scale, SINKS: tl.constexpr,
 ):  # fmt: skip
     biases = None
     if bias is not None:
@@ -236,5 +239,5 @@ def _choose_kernel(
     let_next_start()
     store_choice(
         logits, biases, experts, weights, tl.program_id(0).to(tl.int64), eps, factor, SCORING,
-        NORMALIZE, EXPERTS, CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C,
+        NORMALIZE, EXPERTS, CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C, scale, SINKS,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.activation.triton import apply_activation
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 
@@ -168,10 +169,11 @@ def _store_blocks(blocks, num_blocks, block, expert, row, end, valid, BLOCK_M: t
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """Of float32 values; ACTIVATION: "silu" or "relu2"."""
+    """Of float32 values; ACTIVATION: "silu", "silu_to_LIMIT" (see `limited`, too) or "relu2"."""
     if ACTIVATION == "silu":
         return x * tl.sigmoid(x)
+    elif ACTIVATION != "relu2":
+        return apply_activation(x, ACTIVATION)
     else:
-        tl.static_assert(ACTIVATION == "relu2", "activations are silu and relu2")
         positive = tl.maximum(x, 0.0)
         return positive * positive

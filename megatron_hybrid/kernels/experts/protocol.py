@@ -65,10 +65,13 @@ class Router(NamedTuple):
     which are the weights, divided by their sum + eps if `normalize`; `bias` is added for the choice
     alone, and with several groups of experts, which follow one another, only those of the
     `chosen_groups` best are chosen from: a group is as good as its two best experts. Weights are
-    multiplied by `factor` at last.
+    multiplied by `factor`, and by `scale`, at last.
+
+    With `sinks` the last so many rows of the weight are of experts that are not chosen from, since
+    every token goes to them; weights, normalised over both, are [tokens, chosen + sinks] then.
     """
 
-    weight: Tensor  # [experts, width]
+    weight: Tensor  # [experts + sinks, width]
     chosen: int
     scoring: str = "softmax"
     normalize: bool = True
@@ -77,6 +80,8 @@ class Router(NamedTuple):
     chosen_groups: int = 1
     eps: float = 0.0
     factor: float = 1.0
+    sinks: int = 0  # of a sigmoid router that normalises
+    scale: Tensor | None = None  # [1] float32
 
 
 class NormedRoutes(NamedTuple):
@@ -110,7 +115,7 @@ class Experts(Protocol):
 
     def route(self, x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         """x [tokens, width] -> experts (integers) and weights float32, [tokens, chosen] each, the
-        best first; of equal ones the lower expert on a GPU."""
+        best first; of equal ones the lower expert on a GPU. Behind the weights those of sinks."""
 
     def add_norm_route(
         self,

@@ -32,14 +32,14 @@ def route(x: Tensor, router: Router, product: Product = multiply) -> tuple[Tenso
 
 
 def scores(x: Tensor, router: Router, product: Product = multiply) -> Tensor:
-    """[tokens, width] -> logits [tokens, experts]; see Router."""
+    """[tokens, width] -> logits [tokens, experts + sinks]; see Router."""
     if router.scoring == "softmax":
         return product(x, router.weight)
     return product(x.float(), router.weight.float())
 
 
 def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """`route` from the logits [tokens, experts] on."""
+    """`route` from the logits [tokens, experts + sinks] on."""
     if router.scoring == "softmax":
         if router.normalize:
             best, experts = logits.float().topk(router.chosen, dim=-1)
@@ -47,6 +47,7 @@ def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         else:
             weights, experts = torch.softmax(logits.float(), dim=-1).topk(router.chosen, dim=-1)
         return experts, weights if router.factor == 1.0 else weights * router.factor
+    logits, of_sinks = logits.float().tensor_split([logits.shape[1] - router.sinks], dim=1)
     scores = sigmoid(logits)
     choice = scores if router.bias is None else scores + router.bias
     if router.num_groups > 1:
@@ -57,9 +58,13 @@ def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         choice = by_group.masked_fill(dropped[:, :, None], -torch.inf).flatten(1)
     experts = choice.topk(router.chosen, dim=-1).indices
     weights = scores.gather(1, experts)
+    if router.sinks:
+        assert router.normalize
+        weights = torch.cat((weights, sigmoid(of_sinks)), dim=1)
     if router.normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + router.eps)
-    return experts, weights * router.factor
+    weights = weights * router.factor
+    return experts, weights if router.scale is None else weights * router.scale
 
 
 def add_norm_route(*_: object) -> None:

@@ -19,7 +19,9 @@ from megatron_hybrid.kernels.experts.choices import (
     choice_arguments,
     empty_choice,
     empty_logits,
+    is_alone,
     names_experts,
+    num_chosen_from,
     store_choice,
     store_choice_of_warps,
     store_choices,
@@ -73,7 +75,8 @@ def _fits_a_program(x: Tensor, router: Router) -> bool:
     weight = router.weight
     in_16_bits = x.dtype == weight.dtype and x.dtype.itemsize == 2
     small = len(weight) <= _MOST_EXPERTS and weight.numel() <= _MOST_WHOLE
-    return in_16_bits and small and router.num_groups == 1 and 0 < len(x) <= _MOST_TILED
+    can = is_alone(router) and router.num_groups == 1
+    return in_16_bits and small and can and 0 < len(x) <= _MOST_TILED
 
 
 def _route_whole(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
@@ -121,7 +124,8 @@ def add_norm_route(
 
 def _are_few(tokens: int, dtype: torch.dtype, router: Router) -> bool:
     """Whether such tokens' scores and choice are one kernel."""
-    return 0 < tokens <= _FEW_TOKENS and dtype.itemsize == 2 and can_choose(router)
+    can = can_choose(router) and is_alone(router)
+    return 0 < tokens <= _FEW_TOKENS and dtype.itemsize == 2 and can
 
 
 def scores(x: Tensor, router: Router) -> Tensor:
@@ -151,15 +155,15 @@ def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """`route` from the logits [tokens, experts] on."""
     if not can_choose(router):
         return reference.choose(logits, router)
-    tokens, num_experts = logits.shape
+    tokens, num_experts = len(logits), num_chosen_from(router)
     experts, weights = empty_choice(logits, router)
     if tokens:
         # Several warps compare all of few tokens' experts at once; otherwise one warp has a row,
         # and waits for no other.
         is_ranked = tokens <= _MOST_TILED and next_power_of_2(num_experts) <= MOST_RANKED.value
         _choose_kernel[(tokens,)](
-            logits.contiguous(), *choice_arguments(router, experts, weights),
-            num_warps=_WARPS if is_ranked else 1, IS_RANKED=is_ranked, **OPTIONS,
+            logits.contiguous(), *choice_arguments(router, experts, weights), router.scale,
+            router.sinks, num_warps=_WARPS if is_ranked else 1, IS_RANKED=is_ranked, **OPTIONS,
         )  # fmt: skip
     return experts, weights
 
@@ -290,7 +294,7 @@ def _choose_kernel(
     logits, bias, experts, weights, eps, factor,
     SCORING: tl.constexpr, NORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
     GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_C: tl.constexpr, IS_RANKED: tl.constexpr,
+    BLOCK_C: tl.constexpr, scale, SINKS: tl.constexpr, IS_RANKED: tl.constexpr,
 ):  # fmt: skip
     biases = None
     if bias is not None:
@@ -301,12 +305,12 @@ def _choose_kernel(
     if IS_RANKED:
         store_choice_of_warps(
             logits, biases, experts, weights, token, eps, factor, SCORING, NORMALIZE, EXPERTS,
-            CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C,
+            CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C, scale, SINKS,
         )  # fmt: skip
     else:
         store_choice(
             logits, biases, experts, weights, token, eps, factor, SCORING, NORMALIZE, EXPERTS,
-            CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C,
+            CHOSEN, GROUPS, CHOSEN_GROUPS, BLOCK_E, BLOCK_C, scale, SINKS,
         )  # fmt: skip
 
 

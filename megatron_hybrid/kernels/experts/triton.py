@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.activation.triton import limited
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.devices import stages_that_fit
 from megatron_hybrid.kernels.experts import (
@@ -365,7 +366,7 @@ def _up_kernel(
             up = _load_weights(weights + half, start, WIDTH, BLOCK_K)
             first = tl.dot(gate, rows, first, input_precision="ieee")
             second = tl.dot(up, rows, second, input_precision="ieee")
-        first = activated(first, ACTIVATION) * second
+        first = activated(first, ACTIVATION) * limited(second, ACTIVATION)
     else:
         for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
             rows = tl.trans(_load(inputs, valid, start, WIDTH, BLOCK_K))

@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.activation.triton import limited
 from megatron_hybrid.kernels.experts.pairs import FEW_TOKENS, activated
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
@@ -102,7 +103,8 @@ def _up_kernel(
             up = next_up
     value = activated(row_sums(first, scale, row_scale, row, scale_row, KEPT), ACTIVATION)
     if GATED:
-        value *= row_sums(second, scale, row_scale, row + inner, scale_row, KEPT)
+        factor = row_sums(second, scale, row_scale, row + inner, scale_row, KEPT)
+        value *= limited(factor, ACTIVATION)
     tl.store(hidden + pair * inner + n, value.to(hidden.dtype.element_ty), mask=n < inner)
 
 

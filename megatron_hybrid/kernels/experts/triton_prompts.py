@@ -16,6 +16,7 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megatron_hybrid.kernels.activation.triton import limited
 from megatron_hybrid.kernels.devices import processors
 from megatron_hybrid.kernels.experts.pairs import activated, group
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights
@@ -129,7 +130,7 @@ def _up_tile(
             second = tl.dot(rows, tl.trans(weight.load([weight_row + INNER, start])), second)
     first = activated(first, ACTIVATION)
     if GATED:
-        first *= second
+        first *= limited(second, ACTIVATION)
     n = first_column + tl.arange(0, BLOCK_N)
     target = hidden + row[:, None].to(tl.int64) * INNER + n[None, :]
     tl.store(target, first.to(hidden.dtype.element_ty), mask=valid & (n < INNER)[None, :])

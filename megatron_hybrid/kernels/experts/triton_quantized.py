@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_hybrid.kernels.activation.triton import limited
 from megatron_hybrid.kernels.experts.pairs import activated, group
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights
 from megatron_hybrid.kernels.experts.sums import PairParts
@@ -164,7 +165,8 @@ def _up_kernel(
     total = activated(total, ACTIVATION)
     if GATED:
         column += inner
-        total *= finish(up, scale, row_scale, column, scale_row, scales, input_group, valid, KEPT)
+        up = finish(up, scale, row_scale, column, scale_row, scales, input_group, valid, KEPT)
+        total *= limited(up, ACTIVATION)
     target = hidden + row[:, None] * inner + n[None, :]
     total = total.T.to(hidden.dtype.element_ty)
     tl.store(target, total, mask=valid[:, None] & (n < inner)[None, :])

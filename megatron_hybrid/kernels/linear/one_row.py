@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.kernels.activation.triton import apply_activation
+from megatron_hybrid.kernels.activation.triton import apply_activation, limited
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 
@@ -104,7 +104,7 @@ def _one_row_kernel(
     if PARTS == 2:
         first, second = tl.split(tl.reshape(value.to(kind).to(tl.float32), (each, 2)))
         first = apply_activation(first, ACTIVATION).to(kind).to(tl.float32)
-        value = first * second
+        value = first * limited(second, ACTIVATION)
     elif ACTIVATION != "none":
         value = apply_activation(value.to(kind).to(tl.float32), ACTIVATION)
     tl.store(y + n, value.to(kind), mask=n < of_part)

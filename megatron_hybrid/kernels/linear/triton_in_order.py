@@ -116,8 +116,8 @@ def multiply(x: Inputs, weight: Weight, bias: Tensor | None = None) -> Tensor:
     x = plain_rows(x)
     if x.dtype != weight.dtype or x.dtype == torch.float32 or not few_rows.fits(weight, weight):
         return _in_one_tile(x, weight, bias)
-    if not few_rows.fits(x, weight):
-        x = x.contiguous()
+    if not few_rows.fits(x, weight):  # a single row is contiguous wherever it begins
+        x = x.clone(memory_format=torch.contiguous_format)
     tokens, rows = x.shape[0], weight.shape[0]
     if tokens <= few_rows.LARGEST:
         return few_rows.multiply(x, weight, bias, few_tile(rows, processors(x.device)))

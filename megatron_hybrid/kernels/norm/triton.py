@@ -36,7 +36,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
     if tokens:
         _rms_norm_kernel[(cdiv(tokens * heads, block_rows),)](
             x, weight, out, tokens * heads, heads, size, x.stride(0), x.stride(1), eps,
-            ROWS=block_rows, BLOCK=block, num_warps=warps_for(block_rows * block), **OPTIONS,
+            ROWS=block_rows, BLOCK=block, BY_HEAD=weight.dim() == 2,
+            num_warps=warps_for(block_rows * block), **OPTIONS,
         )  # fmt: skip
     return out
 
@@ -144,13 +145,16 @@ def warps_for(elements: int, per_thread: int = 16) -> int:
 @launched(do_not_specialize=["rows"])  # compiled once, not once for multiples of 16
 def _rms_norm_kernel(
     x, weight, out, rows, heads, size, token_stride, head_stride, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, BY_HEAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows)[:, None] & (column < size)
     source = (row // heads) * token_stride + (row % heads) * head_stride
-    weights = tl.load(weight + column, mask=column < size, other=0)
+    own = column
+    if BY_HEAD:
+        own = (row % heads)[:, None] * size + column
+    weights = tl.load(weight + own, mask=column < size, other=0)
     wait_for_inputs()
     let_next_start()
     values = tl.load(x + source[:, None] + column, mask=mask, other=0)

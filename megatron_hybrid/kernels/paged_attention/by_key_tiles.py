@@ -8,14 +8,17 @@ products are of one shape: the heads of a KV head times a tile's keys.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import FP8, AttentionShape, KVCache, PagedSequences
 from megatron_hybrid.kernels.paged_attention import reference
 from megatron_hybrid.kernels.paged_attention.reference import copy_tokens, most_captured
+from megatron_hybrid.kernels.protocols import RelativeBias
 
 __all__ = ["append", "attend", "copy_tokens", "most_captured", "plan"]
 
@@ -25,21 +28,21 @@ _QUERIES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Queries:
+class Queries:
     """N of the step's."""
 
     first: int
     last_key: Tensor  # [N] the last position that each sees, counted from first_position
-    # By tile: the n queries that see some of its keys, the rows of these keys [n * KEYS] in the
-    # flattened cache, and which of them are not seen [n, KEYS].
-    tiles: list[tuple[Tensor, Tensor, Tensor]]
+    # By tile: the position of its first key, the n queries that see some of its keys, the rows of
+    # these keys [n * KEYS] in the flattened cache, and which of them are not seen [n, KEYS].
+    tiles: list[tuple[int, Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """Of a step, the same for every layer."""
 
-    groups: list[_Queries]
+    groups: Sequence[Queries]
     kv_slot: Tensor  # [tokens]
     scale: float
 
@@ -67,8 +70,8 @@ def plan(paged: PagedSequences, shape: AttentionShape) -> AttentionPlan:
             position = position.clamp(starts, ends) + shape.first_position
             block = blocks[indptr[of[active]][:, None] + position // shape.block_size].long()
             rows = block * shape.block_size + position % shape.block_size
-            tiles.append((active.to(device), rows.flatten().to(device), hidden.to(device)))
-        groups.append(_Queries(first, last.to(device), tiles))
+            tiles.append((begin, active.to(device), rows.flatten().to(device), hidden.to(device)))
+        groups.append(Queries(first, last.to(device), tiles))
     return AttentionPlan(groups, paged.kv_slot.long(), shape.scale)
 
 
@@ -77,11 +80,15 @@ def append(key: Tensor, value: Tensor, cache: KVCache, plan: AttentionPlan) -> N
     reference.store(key, value, cache, plan.kv_slot)
 
 
-def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
+def attend(
+    query: Tensor, cache: KVCache, plan: AttentionPlan, bias: RelativeBias | None = None
+) -> Tensor:
     """As in Attention."""
     keys, values = cache.key.flatten(0, 1), cache.value.flatten(0, 1)
     kv_heads = keys.shape[1]
     output = query.new_zeros((*query.shape[:2], values.shape[2]))
+    if bias is not None:  # what is farther away has none
+        bias = RelativeBias(bias.weights, F.pad(bias.bank, (0, 1)))
     for group in plan.groups:
         count = len(group.last_key)
         here = slice(group.first, group.first + count)
@@ -91,12 +98,16 @@ def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
         most = q.new_full(shape, -torch.inf)
         total = q.new_zeros(shape)
         out = q.new_zeros((*shape, values.shape[2]))
-        for active, rows, hidden in group.tiles:
+        for begin, active, rows, hidden in group.tiles:
             k, v = (_gathered(stored, rows, len(active)) for stored in (keys, values))
             own = q.index_select(0, active)
-            scores = torch.matmul(own, k.transpose(2, 3)).masked_fill(
-                hidden[:, None, None], -torch.inf
-            )
+            scores = torch.matmul(own, k.transpose(2, 3))
+            if bias is not None:
+                distance = group.last_key.index_select(0, active)[:, None] - begin
+                distance = distance - torch.arange(KEYS, device=distance.device)
+                weights = bias.weights[here].index_select(0, active)
+                scores = scores + _biases(weights, bias.bank, distance).view_as(scores)
+            scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
             before = most.index_select(0, active)
             now = torch.maximum(before, scores.amax(-1))
             factor = torch.exp(before - now)
@@ -109,6 +120,14 @@ def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
         out = out / torch.where(total > 0, total, 1)[..., None]
         output[here] = out.flatten(1, 2).to(query.dtype)
     return output if cache.v_scale == 1.0 else output.mul_(cache.v_scale)
+
+
+def _biases(weights: Tensor, bank: Tensor, distance: Tensor) -> Tensor:
+    """weights [n, heads, profiles], bank [profiles, extent + 1], distance [n, KEYS] -> [n, heads,
+    KEYS] float32: a query's are a product of their own, of one shape."""
+    place = distance.clamp(0, bank.shape[1] - 1)
+    profiles = bank.float().t()[place].transpose(1, 2)  # [n, profiles, KEYS]
+    return torch.bmm(weights.float(), profiles.contiguous())
 
 
 def _gathered(stored: Tensor, rows: Tensor, count: int) -> Tensor:

@@ -52,6 +52,7 @@ from megatron_hybrid.kernels.paged_attention.triton import (
     store_kv,
 )
 from megatron_hybrid.kernels.pinned import PinnedNumbers, copy_by_kernel
+from megatron_hybrid.kernels.protocols import RelativeBias
 
 _HEAD_DIMS = (64, 128, 256)
 # Up to so many sequences decodes with keys and values in 16 bits are our kernel's: of one it takes
@@ -172,10 +173,17 @@ class FlashInferAttention:
         """As in Attention."""
         store_kv(key, value, cache, plan.kv_slot)
 
-    def attend(self, query: Tensor, cache: KVCache, plan: FlashInferPlan | TritonPlan) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        plan: FlashInferPlan | TritonPlan,
+        bias: RelativeBias | None = None,
+    ) -> Tensor:
         """As in Attention."""
         if isinstance(plan, TritonPlan):
-            return self._triton.attend(query, cache, plan)
+            return self._triton.attend(query, cache, plan, bias)
+        assert bias is None
         if isinstance(plan.decode, TritonPlan) and plan.prefill is None:
             return self._triton.attend(query, cache, plan.decode)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -424,7 +432,8 @@ def _graph_of(paged: PagedSequences) -> _Graph | None:
 
 def _is_flashinfers(shape: AttentionShape) -> bool:
     """Whether it computes such heads, if its kernels are there."""
-    return shape.dtype in (torch.bfloat16, torch.float16) and shape.head_dim in _HEAD_DIMS
+    in_16_bits = shape.dtype in (torch.bfloat16, torch.float16)
+    return in_16_bits and shape.head_dim in _HEAD_DIMS and not shape.relative
 
 
 def _has_kernels(backend: str, shape: AttentionShape) -> bool:

@@ -7,6 +7,7 @@ tail of a last block, padded entries of the block table) is never read: it may h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,33 +23,38 @@ from megatron_hybrid.kernels.contract import (
     PagedHost,
     PagedSequences,
 )
+from megatron_hybrid.kernels.protocols import RelativeBias
 
 # A segment with more queries than this forms a group of its own.
 _SHORT_QUERIES = 128
 # Queries of one sequence that share a mask: bounds the mask and skips most of the future.
 _QUERY_TILE = 512
+# Of a bias by distance: bounds how many queries' are made at a time.
+_BIASES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class Group:
     """N sequences of up to Q queries and K keys."""
 
     queries: slice | Tensor  # tokens of the step: a slice, or [N * Q] with repeats
     keys: slice | Tensor  # rows of the flattened cache: a slice, or [N * K] with repeats
-    mask: Tensor | None  # [N, 1, Q, K] additive, or None
+    mask: Tensor | None  # [N, 1, Q, K] additive or of bool (what is seen), or None
     causal: bool  # without a mask: query i sees keys 0..i
     valid: Tensor | None  # places of [N * Q] that are no repeats; None when all are valid
     tokens: slice | Tensor  # tokens that those belong to
     shape: tuple[int, int, int]  # N, Q, K
+    before: list[int]  # [N] keys before a sequence's first query, of those that it has here
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """The groups of a step, the same for every layer."""
 
-    groups: list[_Group]
+    groups: Sequence[Group]
     kv_slot: Tensor  # [tokens]
     scale: float
+    window: int
 
 
 def plan(paged: PagedSequences, shape: AttentionShape) -> AttentionPlan:
@@ -62,7 +68,7 @@ def plan(paged: PagedSequences, shape: AttentionShape) -> AttentionPlan:
     first: list[int] = starts.tolist()
     kv_length: list[int] = (host.kv_length - starts).tolist()
     alike: dict[tuple[int, int], list[int]] = {}
-    groups: list[_Group] = []
+    groups: list[Group] = []
     for sequence, keys in enumerate(kv_length):
         queries = bounds[sequence + 1] - bounds[sequence]
         if queries > _SHORT_QUERIES:
@@ -73,7 +79,7 @@ def plan(paged: PagedSequences, shape: AttentionShape) -> AttentionPlan:
             alike.setdefault(kind, []).append(sequence)
     for members in alike.values():
         groups.append(_short(host, members, bounds, kv_length, first, shape, device))
-    return AttentionPlan(groups, paged.kv_slot.long(), shape.scale)
+    return AttentionPlan(groups, paged.kv_slot.long(), shape.scale, shape.window)
 
 
 def _short(
@@ -84,7 +90,7 @@ def _short(
     first: list[int],
     shape: AttentionShape,
     device: torch.device,
-) -> _Group:
+) -> Group:
     queries = [bounds[s + 1] - bounds[s] for s in members]
     keys = [max(kv_length[s], 1) for s in members]
     number, most_queries, most_keys = len(members), max(queries), max(keys)
@@ -125,9 +131,10 @@ def _short(
         every_block = torch.from_numpy(host.kv_indices).to(device)
         blocks = every_block[first_block[:, None] + positions // shape.block_size]
         key_rows = (blocks * shape.block_size + positions % shape.block_size).flatten()
-    return _Group(
-        query_rows, key_rows, mask, causal, valid, tokens, (number, most_queries, most_keys)
-    )
+    return Group(
+        query_rows, key_rows, mask, causal, valid, tokens, (number, most_queries, most_keys),
+        [k - q for k, q in zip(keys, queries, strict=True)],
+    )  # fmt: skip
 
 
 def _long(
@@ -138,13 +145,13 @@ def _long(
     first_key: int,
     shape: AttentionShape,
     device: torch.device,
-) -> list[_Group]:
+) -> list[Group]:
     """A long segment: all at once when nothing precedes it, else in tiles of queries."""
     begin, end = bounds[sequence], bounds[sequence + 1]
     rows = _rows(host, sequence, first_key, keys, shape, device)
     if end - begin == keys and (not shape.window or keys <= shape.window):
         tokens = slice(begin, end)
-        return [_Group(tokens, rows, None, True, None, tokens, (1, keys, keys))]
+        return [Group(tokens, rows, None, True, None, tokens, (1, keys, keys), [0])]
     # One mask serves all tiles: the last columns are triangular, the others are zeros (but for what
     # is before a window), and a tile of q queries that sees k keys takes the last q rows and the
     # last k columns.
@@ -169,7 +176,9 @@ def _long(
         else:
             part = rows[start:stop]
         own = mask[rows_of_mask - queries :, columns - seen :][None, None]
-        groups.append(_Group(tokens, part, own, False, None, tokens, (1, queries, seen)))
+        groups.append(
+            Group(tokens, part, own, False, None, tokens, (1, queries, seen), [seen - queries])
+        )
     return groups
 
 
@@ -221,7 +230,7 @@ def most_captured(shape: AttentionShape, prompts: int) -> int:
 
 def copy_tokens(cache: KVCache, source: Tensor, destination: Tensor) -> None:
     """As in Attention."""
-    for rows in (_rows_of(cache.key), _rows_of(cache.value)):
+    for rows in map(_rows_of, cache.tensors):
         rows.index_copy_(0, destination.long(), rows.index_select(0, source))
 
 
@@ -255,7 +264,9 @@ def _as_bytes(values: Tensor) -> Tensor:
     return values.view(torch.uint8) if values.dtype == FP8 else values
 
 
-def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
+def attend(
+    query: Tensor, cache: KVCache, plan: AttentionPlan, bias: RelativeBias | None = None
+) -> Tensor:
     """As in Attention."""
     heads, head_dim = query.shape[1:]
     all_keys, all_values = _rows_of(cache.key), _rows_of(cache.value)
@@ -266,13 +277,17 @@ def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
     output = query.new_empty((len(query), heads, value_dim))
     for group in plan.groups:
         number, queries, keys = group.shape
-        q = _take(query, group.queries).view(number, queries, heads, head_dim)
-        k, v = _take(all_keys, group.keys), _take(all_values, group.keys)
+        q = take(query, group.queries).view(number, queries, heads, head_dim)
+        k, v = take(all_keys, group.keys), take(all_values, group.keys)
         if cache.is_fp8:
             k, v = k.view(FP8).to(query.dtype), v.view(FP8).to(query.dtype)
         k = k.view(number, keys, kv_heads, head_dim).transpose(1, 2)
         v = v.view(number, keys, kv_heads, value_dim).transpose(1, 2)
-        if queries == 1:
+        if bias is not None:
+            weights = take(bias.weights, group.queries).unflatten(0, (number, queries))
+            own = RelativeBias(weights, bias.bank)
+            out = _attend_with_bias(q, k, v, own, group, scale, plan.window)
+        elif queries == 1:
             # The query heads of one KV head become its queries: no repeated keys.
             q = q.view(number, kv_heads, heads // kv_heads, head_dim)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
@@ -296,5 +311,39 @@ def attend(query: Tensor, cache: KVCache, plan: AttentionPlan) -> Tensor:
     return output if cache.v_scale == 1.0 else output.mul_(cache.v_scale)
 
 
-def _take(rows: Tensor, which: slice | Tensor) -> Tensor:
+def _attend_with_bias(
+    q: Tensor, k: Tensor, v: Tensor, bias: RelativeBias, group: Group, scale: float, window: int
+) -> Tensor:
+    """q [N, Q, heads, head_dim], k and v [N, kv_heads, K, head_dim], weights of the bias [N, Q,
+    heads, profiles] -> [N, Q, heads, head_dim]. What a query sees follows from distances."""
+    number, queries, keys = group.shape
+    heads, device = q.shape[2], q.device
+    bank = F.pad(bias.bank, (0, 1))  # what is farther away has no bias
+    before = torch.tensor(group.before, device=device)[:, None, None]
+    column = torch.arange(keys, device=device)
+    step = max(1, _BIASES // (number * heads * max(keys, bank.shape[1])))
+    parts = []
+    for first in range(0, queries, step):
+        row = torch.arange(first, min(first + step, queries), device=device)
+        distance = before + row[:, None] - column  # [N, rows, K]
+        hidden = distance < 0
+        if window:
+            hidden |= distance >= window
+        profiles = bias.weights[:, first : first + step] @ bank  # [N, rows, heads, extent + 1]
+        place = distance.clamp(0, bias.extent)[:, :, None].expand(-1, -1, heads, -1)
+        scores = profiles.gather(3, place).masked_fill_(hidden[:, :, None], -torch.inf)
+        out = F.scaled_dot_product_attention(
+            q[:, first : first + step].transpose(1, 2),
+            k,
+            v,
+            attn_mask=scores.transpose(1, 2),
+            scale=scale,
+            enable_gqa=heads != k.shape[1],
+        )
+        parts.append(out.transpose(1, 2))
+    return torch.cat(parts, dim=1)
+
+
+def take(rows: Tensor, which: slice | Tensor) -> Tensor:
+    """Of Group.queries or Group.keys."""
     return rows[which] if isinstance(which, slice) else rows.index_select(0, which)

@@ -25,12 +25,15 @@ from megatron_hybrid.kernels.devices import processors
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.paged_attention import reference, triton_decode
 from megatron_hybrid.kernels.paged_attention.prompts import TILE
+from megatron_hybrid.kernels.paged_attention.triton_bias import BiasArguments, biases, load_weights
 from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E, MOST_SPLITS
+from megatron_hybrid.kernels.protocols import RelativeBias
 
 # Where a step's tables begin is no reason to compile once more.
 _TABLES = ["sequence", "position", "kv_length", "kv_indptr", "kv_indices"]
 # Numbers that a program copies of keys, and as many of values.
 _GATHERED_NUMBERS = 4096
+_KEYS = 32  # of a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,13 @@ class TritonAttention:
         store_kv(key, value, cache, plan.kv_slot)
 
     def attend(
-        self, query: Tensor, cache: KVCache, plan: TritonPlan, *, splits: int | None = None
+        self,
+        query: Tensor,
+        cache: KVCache,
+        plan: TritonPlan,
+        bias: RelativeBias | None = None,
+        *,
+        splits: int | None = None,
     ) -> Tensor:
         """As in Attention; heads may be strided, too.
 
@@ -92,15 +101,16 @@ class TritonAttention:
             splits = min(2 * processors(query.device) // max(programs, 1), MOST_SPLITS)
         splits = max(splits, 1)
         parts, sums = triton_decode.parts_of(output, splits)
+        relative = BiasArguments.of(bias, block_rows, group, _KEYS)
         # x is the one dimension of a grid that may exceed 65535
         _attend_kernel[(tiles * splits, kv_heads, sequences)](
             query, cache.key, cache.value, output, parts, sums,
             paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
             shape.scale * cache.k_scale * LOG2_E, cache.v_scale,
-            *query.stride()[:2], tokens, kv_heads, splits,
+            *query.stride()[:2], *relative[:4], tokens, kv_heads, splits,
             IS_SPLIT=splits > 1, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-            FIRST=shape.first_position, WINDOW=shape.window, ROWS=block_rows, KEYS=32,
-            DIMS=max(next_power_of_2(head_dim), 16),
+            FIRST=shape.first_position, WINDOW=shape.window, ROWS=block_rows, KEYS=_KEYS,
+            DIMS=max(next_power_of_2(head_dim), 16), **relative.constants,
             num_warps=4 if head_dim <= 128 else 8, num_stages=2,
         )  # fmt: skip
         triton_decode.join(output, parts, sums, paged.cu_seqlens, cache.v_scale)
@@ -211,10 +221,12 @@ def _gather_kv_kernel(
 def _attend_kernel(
     query, key_cache, value_cache, output, parts, sums,
     cu_seqlens, kv_length, kv_indptr, kv_indices,
-    scale, v_scale, query_stride, query_head_stride, tokens, kv_heads, splits,
+    scale, v_scale, query_stride, query_head_stride, bias_weights, bank, bias_stride,
+    bias_head_stride, tokens, kv_heads, splits,
     IS_SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     FIRST: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    DIMS: tl.constexpr,
+    DIMS: tl.constexpr, EXTENT: tl.constexpr, PROFILES: tl.constexpr, BLOCK_P: tl.constexpr,
+    SPAN: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) // splits * ROWS
     split = tl.program_id(0) % splits
@@ -240,6 +252,11 @@ def _attend_kernel(
         mask=row_inside[:, None] & dim_inside[None, :],
         other=0.0,
     )
+    if EXTENT > 0:
+        own = load_weights(
+            bias_weights, token, head, row_inside, bias_stride, bias_head_stride, PROFILES, BLOCK_P
+        )
+        first_query = first_row // GROUP
 
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -262,6 +279,12 @@ def _attend_kernel(
         v = tl.load(value_cache + where, mask=readable, other=0.0).to(q.dtype)
         # full float32 products for float32; other types have no effect from input_precision
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if EXTENT > 0:
+            nearest = keys - queries + first_query - (first_key + KEYS - 1)
+            scores += biases(
+                own, bank, row // GROUP - first_query, nearest, KEYS, EXTENT, PROFILES, BLOCK_P,
+                SPAN,
+            )  # fmt: skip
         seen = at[None, :] <= position[:, None]
         if FIRST > 0:
             seen = seen & (at >= FIRST)[None, :]

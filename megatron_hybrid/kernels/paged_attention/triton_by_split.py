@@ -40,12 +40,14 @@ from megatron_hybrid.kernels.devices import processors, stages_that_fit
 from megatron_hybrid.kernels.launching import cdiv, next_power_of_2
 from megatron_hybrid.kernels.paged_attention import reference
 from megatron_hybrid.kernels.paged_attention.triton import store_kv
+from megatron_hybrid.kernels.paged_attention.triton_bias import BiasArguments
 from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E
 from megatron_hybrid.kernels.paged_attention.triton_split_kernels import (
     decode_kernel,
     join_kernel,
     prompt_kernel,
 )
+from megatron_hybrid.kernels.protocols import RelativeBias
 
 # Other numbers give other bits.
 KEYS = 64  # of a tile, in 16 bits
@@ -90,6 +92,8 @@ def prompt_tile(shape: AttentionShape) -> Tile:
     dims = next_power_of_2(shape.head_dim)
     if shape.dtype == torch.float32:
         return Tile(32 if dims <= 128 else 16, 4 if dims <= 64 else 8, 2)
+    if shape.relative:  # whose biases take registers, too
+        return Tile(64, 4, 2, described=True)
     return Tile(128, 8, 3 if dims <= 128 else 2, described=True)
 
 
@@ -168,20 +172,27 @@ class SplitAttention:
         """As in Attention."""
         store_kv(key, value, cache, plan.kv_slot)
 
-    def attend(self, query: Tensor, cache: KVCache, plan: SplitPlan) -> Tensor:
+    def attend(
+        self, query: Tensor, cache: KVCache, plan: SplitPlan, bias: RelativeBias | None = None
+    ) -> Tensor:
         """As in Attention; heads may be strided, too."""
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         decodes = plan.paged.num_decodes
         if decodes:
-            self._attend_decodes(query, cache, plan, output)
+            self._attend_decodes(query, cache, plan, output, bias)
         if len(plan.paged.kv_length) > decodes and plan.prompt_tokens:
-            self._attend_prompts(query, cache, plan, output)
+            self._attend_prompts(query, cache, plan, output, bias)
         return output
 
     copy_tokens = staticmethod(reference.copy_tokens)
 
     def _attend_decodes(
-        self, query: Tensor, cache: KVCache, plan: SplitPlan, output: Tensor
+        self,
+        query: Tensor,
+        cache: KVCache,
+        plan: SplitPlan,
+        output: Tensor,
+        bias: RelativeBias | None,
     ) -> None:
         paged, shape = plan.paged, plan.shape
         heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
@@ -198,13 +209,14 @@ class SplitAttention:
         programs = plan.items * kv_heads * cdiv(places, tile.rows)
         programs = min(programs, _PROGRAMS * processors(device))
         keys, constants = self._keys_of(shape), self._constants(shape)
+        relative = BiasArguments.of(bias, tile.rows, heads // kv_heads, keys)
         decode_kernel[(programs,)](
             query, cache.key, cache.value, output, parts, sums,
             paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
             shape.scale * cache.k_scale * LOG2_E, cache.v_scale, *query.stride()[:2],
-            count, room, places, kv_heads,
+            *relative[:4], count, room, places, kv_heads,
             KEYS=keys, WHOLE=_has_whole_tiles(shape, keys), ROWS=tile.rows, STAGES=tile.stages,
-            **tile.options, **constants, **OPTIONS,
+            **tile.options, **constants, **relative.constants, **OPTIONS,
         )  # fmt: skip
         if room:
             join_kernel[(count, cdiv(heads * plan.longest, _JOINED_ROWS))](
@@ -214,7 +226,12 @@ class SplitAttention:
             )  # fmt: skip
 
     def _attend_prompts(
-        self, query: Tensor, cache: KVCache, plan: SplitPlan, output: Tensor
+        self,
+        query: Tensor,
+        cache: KVCache,
+        plan: SplitPlan,
+        output: Tensor,
+        bias: RelativeBias | None,
     ) -> None:
         paged, shape = plan.paged, plan.shape
         tile = self._prompts or prompt_tile(shape)
@@ -225,14 +242,15 @@ class SplitAttention:
         key_tiles = value_tiles = None
         if tile.described and whole and constants["DIMS"] == shape.head_dim:
             key_tiles, value_tiles = _tiles(cache.key, keys), _tiles(cache.value, keys)
+        relative = BiasArguments.of(bias, tile.rows, group, keys)
         tiles = plan.prompt_tokens * group // tile.rows + sequences
         prompt_kernel[(tiles * shape.kv_heads,)](
             query, cache.key, cache.value, key_tiles, value_tiles, output,
             paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
             shape.scale * cache.k_scale * LOG2_E, cache.v_scale, *query.stride()[:2],
-            decodes, sequences, shape.kv_heads,
+            *relative[:4], decodes, sequences, shape.kv_heads,
             KEYS=keys, WHOLE=whole, ROWS=tile.rows, STAGES=tile.stages,
-            MASKED_STAGES=min(tile.stages, 2), **tile.options, **constants,
+            MASKED_STAGES=min(tile.stages, 2), **tile.options, **constants, **relative.constants,
         )  # fmt: skip
 
     def _split_of(self, shape: AttentionShape) -> int:

@@ -44,7 +44,11 @@ def serves(shape: AttentionShape, longest: int) -> bool:
     rows = longest * (shape.heads // shape.kv_heads)
     power_of_two = shape.head_dim & (shape.head_dim - 1) == 0
     return (
-        rows <= _MOST_ROWS and shape.block_size % 32 == 0 and power_of_two and shape.head_dim > 16
+        rows <= _MOST_ROWS
+        and shape.block_size % 32 == 0
+        and power_of_two
+        and shape.head_dim > 16
+        and not shape.relative
     )
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from megatron_hybrid.kernels.dependent_launch import ENABLED, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.launching import launched
+from megatron_hybrid.kernels.paged_attention.triton_bias import biases, load_weights
 
 # Sequences that are searched at the same time.
 _SEQUENCES = tl.constexpr(128)
@@ -126,13 +127,16 @@ def _attended(
     state, q, key_cache, value_cache, key_tiles, value_tiles, blocks, kv_head, kv_heads, position,
     begin, end, scale, MASKED: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr,
-    WINDOW: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, relative,
+    EXTENT: tl.constexpr, PROFILES: tl.constexpr, BLOCK_P: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """`state` after the keys from `begin`, where a tile begins, to `end`, counted from FIRST.
 
     state: of all splits that are done, as of _folded, and of the one that is not. q [ROWS, DIMS];
     position [ROWS]: the last key that each row sees. Unless MASKED all rows see all keys, which
-    are whole tiles. key_tiles, value_tiles: descriptors of the cache, or None."""
+    are whole tiles. key_tiles, value_tiles: descriptors of the cache, or None. relative: the rows'
+    weights, the bank, each row's query of those in the tile [ROWS], and where the first of these
+    stands; or None."""
     most, total, result, m, sums, part = state
     tile, dim = tl.arange(0, KEYS), tl.arange(0, DIMS)
     ones = tl.full((KEYS, _ONES), 1.0, q.dtype)
@@ -168,15 +172,26 @@ def _attended(
             # full float32 products for float32; other types have no effect from input_precision
             k, v = _as_numbers(k, q.dtype), _as_numbers(v, q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if relative is not None:
+                own, bank, query, first_position = relative
+                more = biases(
+                    own, bank, query, first_position - (first + KEYS - 1), KEYS, EXTENT, PROFILES,
+                    BLOCK_P, SPAN,
+                )  # fmt: skip
+                scores = tl.fma(scores, tl.zeros_like(scores) + scale, more)
             if MASKED:
                 seen = at[None, :] <= position[:, None]
                 if WINDOW > 0:
                     seen = seen & (at[None, :] > position[:, None] - WINDOW)
                 scores = tl.where(seen, scores, float("-inf"))
-            larger = tl.maximum(m, tl.max(scores, 1) * scale)
-            factor = tl.zeros_like(scores) + scale
-            minus = tl.broadcast_to(-larger[:, None], scores.shape)
-            weights = tl.exp2(tl.fma(scores, factor, minus)).to(q.dtype)
+            if relative is not None:
+                larger = tl.maximum(m, tl.max(scores, 1))
+                weights = tl.exp2(scores - larger[:, None]).to(q.dtype)
+            else:
+                larger = tl.maximum(m, tl.max(scores, 1) * scale)
+                factor = tl.zeros_like(scores) + scale
+                minus = tl.broadcast_to(-larger[:, None], scores.shape)
+                weights = tl.exp2(tl.fma(scores, factor, minus)).to(q.dtype)
             shrink = tl.exp2(m - larger)[:, None]
             sums = tl.dot(weights, ones, sums * shrink, input_precision="ieee")
             part = tl.dot(weights, v, part * shrink, input_precision="ieee")
@@ -187,6 +202,19 @@ def _attended(
             sums = tl.zeros_like(sums)
             part = tl.zeros_like(part)
     return most, total, result, m, sums, part
+
+
+@triton.jit
+def _relative(
+    bias_weights, bank, stride, head_stride, token, head, inside, first_query, first_row,
+    GROUP: tl.constexpr, PROFILES: tl.constexpr, BLOCK_P: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """As of `_attended`, of ROWS rows from `first_row` on; first_query: where the sequence's first
+    one stands."""
+    own = load_weights(bias_weights, token, head, inside, stride, head_stride, PROFILES, BLOCK_P)
+    before = first_row // GROUP
+    query = (first_row + tl.arange(0, ROWS)) // GROUP - before
+    return own, bank, query, first_query + before
 
 
 @triton.jit
@@ -208,10 +236,12 @@ def _all_of(state):
 def decode_kernel(
     query, key_cache, value_cache, output, parts, sums,
     cu_seqlens, kv_length, kv_indptr, kv_indices,
-    scale, v_scale, query_stride, query_head_stride, sequences, room, places, kv_heads,
+    scale, v_scale, query_stride, query_head_stride, bias_weights, bank, bias_stride,
+    bias_head_stride, sequences, room, places, kv_heads,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, EXTENT: tl.constexpr,
+    PROFILES: tl.constexpr, BLOCK_P: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Splits, one after the other, of up to ROWS rows of a KV head of a sequence; of the `places`
     rows of the longest run there are as many tiles. An item is a split, which has `room` items;
@@ -257,11 +287,17 @@ def decode_kernel(
             written = inside[:, None] & (dim < HEAD_DIM)[None, :]
             q_place = token * query_stride + head * query_head_stride
             q = tl.load(query + q_place[:, None] + dim[None, :], mask=written, other=0.0)
+            relative = None
+            if EXTENT > 0:
+                relative = _relative(
+                    bias_weights, bank, bias_stride, bias_head_stride, token, head, inside,
+                    length - queries, tile * ROWS, GROUP, PROFILES, BLOCK_P, ROWS,
+                )  # fmt: skip
             state = _attended(
                 _nothing(ROWS, DIMS), q, key_cache, value_cache, None, None,
                 kv_indices + first_block, kv_head, kv_heads, length - queries + row // GROUP,
                 begin, end, scale, True, SPLIT, KEYS, HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WINDOW,
-                WHOLE, STAGES,
+                WHOLE, STAGES, relative, EXTENT, PROFILES, BLOCK_P, SPAN,
             )  # fmt: skip
             most, total, result = _all_of(state)
             if alone:
@@ -337,10 +373,12 @@ def _part(parts, sums, at, dim, inside, written, HEAD_DIM: tl.constexpr):
 def prompt_kernel(
     query, key_cache, value_cache, key_tiles, value_tiles, output,
     cu_seqlens, kv_length, kv_indptr, kv_indices,
-    scale, v_scale, query_stride, query_head_stride, first_sequence, sequences, kv_heads,
+    scale, v_scale, query_stride, query_head_stride, bias_weights, bank, bias_stride,
+    bias_head_stride, first_sequence, sequences, kv_heads,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr,
     WHOLE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
+    EXTENT: tl.constexpr, PROFILES: tl.constexpr, BLOCK_P: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of a KV head of one of the sequences from `first_sequence` on."""
     kv_head = tl.program_id(0) % kv_heads
@@ -375,6 +413,12 @@ def prompt_kernel(
     end = length - queries + last_row // GROUP + 1
     # Keys that the first row sees, and so all others.
     seen = tl.maximum(length - queries + first_row // GROUP + 1, 0) // KEYS * KEYS
+    relative = None
+    if EXTENT > 0:
+        relative = _relative(
+            bias_weights, bank, bias_stride, bias_head_stride, token, head, inside,
+            length - queries, first_row, GROUP, PROFILES, BLOCK_P, ROWS,
+        )  # fmt: skip
     state = _nothing(ROWS, DIMS)
     if WINDOW > 0:  # the first key that the first row sees; others see it or not
         first_seen = length - queries + first_row // GROUP - WINDOW + 1
@@ -384,11 +428,13 @@ def prompt_kernel(
             state, q, key_cache, value_cache, key_tiles, value_tiles,
             blocks, kv_head, kv_heads, position, 0, seen, scale, False,
             SPLIT, KEYS, HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WINDOW, WHOLE, STAGES,
+            relative, EXTENT, PROFILES, BLOCK_P, SPAN,
         )  # fmt: skip
     state = _attended(
         state, q, key_cache, value_cache, None, None,
         blocks, kv_head, kv_heads, position, seen, end, scale, True,
         SPLIT, KEYS, HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WINDOW, WHOLE, MASKED_STAGES,
+        relative, EXTENT, PROFILES, BLOCK_P, SPAN,
     )  # fmt: skip
     _, total, result = _all_of(state)
     place = (token * kv_heads * GROUP + head) * HEAD_DIM

@@ -9,14 +9,17 @@ from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.models.checkpoints.megatron_names import is_gpt_pattern
 from megatron_hybrid.models.config import (
+    CONVOLVED_ATTENTION,
     GATED_DELTA_NET,
     IN_PLAIN_TORCH,
+    INDEXED,
     LIGHTNING_ATTENTION,
     MAMBA1,
     SHARED_TRANSFORMER,
     SHORT_CONV,
     SIDE_BY_SIDE,
     SLIDING_ATTENTION,
+    SLIDING_CONVOLVED_ATTENTION,
     BlockForm,
     HybridModelConfig,
 )
@@ -28,6 +31,9 @@ _LAYERS = {
     SHARED_TRANSFORMER: "transformer blocks that layers share",
     LIGHTNING_ATTENTION: "lightning attention",
     SLIDING_ATTENTION: "letter for attention with a sliding window",
+    CONVOLVED_ATTENTION: "attention over convolved queries and keys",
+    SLIDING_CONVOLVED_ATTENTION: "attention over convolved queries and keys",
+    **dict.fromkeys(sorted(INDEXED), "attention with an index"),
     **dict.fromkeys(sorted(IN_PLAIN_TORCH), "layers of RWKV, Griffin or xLSTM"),
 }
 _MAMBA_NORM_EPS = 1e-5  # of the norm inside MambaMixer, not to be set there
@@ -46,6 +52,10 @@ def check_expressible(config: HybridModelConfig) -> None:
 
 def _reasons(config: HybridModelConfig) -> Iterator[str]:
     """What the model has and Megatron has not."""
+    if any(config.form(block).whole for block in range(len(config.pattern))):
+        yield "short convolutions behind its layers"
+    if config.streams is not None:
+        yield "several residual streams"
     yield from (kind for letter, kind in _LAYERS.items() if letter in config.pattern)
     if GATED_DELTA_NET in config.pattern and not is_gpt_pattern(config.pattern) and config.rope:
         yield "rotary positions in a HybridModel with gated delta nets"

@@ -66,7 +66,8 @@ class Placed(NamedTuple):
         """Of the tensors that it is read from."""
         if self.quantized is not None:
             return self.quantized.all_names
-        return {place.name for place in (self.place, *self.copies)}
+        places = (self.place, *self.copies)
+        return {name for place in places for name in (place.name, place.scale) if name is not None}
 
 
 def place_parts(
@@ -81,7 +82,7 @@ def place_parts(
             quantized.check()
             placed.append(Placed(block, part, quantized.place, [], quantized))
             continue
-        stored = [place for place in places if place.name in source.names]
+        stored = [_with_its_scale(source, p) for p in places if p.name in source.names]
         for place in stored:
             source.check_shape(place, part.shape)
         if stored:
@@ -110,7 +111,7 @@ def _quantized(part: Part, places: list[Location], source: WeightSource) -> Stor
 
 def _check_number_type(source: WeightSource, place: Location) -> None:
     dtype = source.dtype(place.name)
-    if dtype not in _NOT_QUANTIZED:
+    if dtype not in _NOT_QUANTIZED and place.scale is None:
         raise WeightsError(
             f"Weight {place.name!r} in {source.where} is {dtype}, but it has no scale, or its "
             "configuration does not say that it is quantised."
@@ -130,6 +131,7 @@ def check_placed(
         source.check_all_used(everywhere)
         if reads:
             source.check_rotary_tables()
+            source.check_constants()
             for one in placed:
                 check_values(source, one)
     except Exception as error:  # of tensors in memory each rank has its own
@@ -157,7 +159,8 @@ def put_all(placed: list[Placed], source: WeightSource, progress: bool = False) 
     # the last ranks may have nothing of a small vocabulary
     wanted = [one for one in placed if all(rows.start < rows.stop for rows in one.part.source)]
     put = partial(put_one, source)
-    device = wanted[0].part.target.device if wanted else torch.device("cpu")
+    devices = {one.part.target.device for one in wanted}  # some weights may stay on the host
+    device = max(devices, key=lambda one: one.type == "cuda", default=torch.device("cpu"))
     done: Iterable[None]
     if device.type == "cuda" and source.reads_side_by_side:
         done = on_lanes(put, wanted, device)
@@ -177,7 +180,8 @@ def put_one(
     part, quantized = one.part, one.quantized
     target = part.target
     if quantized is None:
-        part.put(upload(_read(source, part, one.place)))
+        values = _read(source, part, one.place)
+        part.put(values if target.device.type == "cpu" else upload(values))
         return
     rows, columns = part.source
     if isinstance(target, QuantizedWeight) and _lies_within(target.format, quantized):
@@ -198,15 +202,36 @@ def _lies_within(format: WeightFormat, quantized: StoredWeight) -> bool:
 def _read(source: WeightSource, part: Part, place: Location) -> Tensor:
     """A part's rectangle of one of its places."""
     index = _slices(part, place)
+    if place.interleaved:
+        return source.read(place.name, index)[place.part :: place.parts].contiguous()
+    if place.scale is not None:
+        values, scale = source.read(place.name, index), _scale(source, place.scale)
+        return values.float() * scale.to(values.device)
     if not place.transposed:
         return source.read(place.name, index)
     rows, columns = index[-2:]
     return source.read(place.name, (*index[:-2], columns, rows)).mT.contiguous()
 
 
+def _with_its_scale(source: WeightSource, place: Location) -> Location:
+    """Without one where none is needed."""
+    is_scaled = source.dtype(place.name) == torch.float8_e4m3fn and place.scale in source.names
+    return place if is_scaled else replace(place, scale=None)
+
+
+def _scale(source: WeightSource, name: str) -> Tensor:
+    """Of a whole tensor. Raises WeightsError for several."""
+    shape = source.shape(name)
+    if shape not in ((), (1,)):
+        raise WeightsError(f"Weight {name!r} has shape {list(shape)}; one scale is supported.")
+    return source.read(name, tuple(slice(0, size) for size in shape)).float()
+
+
 def _slices(part: Part, place: Location) -> tuple[slice | int, ...]:
-    offset = place.first_row(part.shape[0])
-    first = slice(part.source[0].start + offset, part.source[0].stop + offset)
+    rows, offset = part.source[0], place.first_row(part.shape[0])
+    first = slice(rows.start + offset, rows.stop + offset)
+    if place.interleaved:  # with those of the other pieces
+        first = slice(rows.start * place.parts, rows.stop * place.parts)
     rest = (first, *part.source[1:])
     return rest if place.index is None else (place.index, *rest)
 

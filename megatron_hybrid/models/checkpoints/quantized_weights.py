@@ -126,7 +126,13 @@ class StoredWeight:
 
     def check(self) -> None:
         """Raise WeightsError for a tensor that is missing, or has another shape or type than the
-        configuration says. Reads no values."""
+        configuration says, or where rows of several weights take turns. Reads no values."""
+        if self.place.interleaved:
+            raise WeightsError(
+                f"Weight {self.place.name!r} in {self.source.where} is quantised "
+                f"({self.stored.layout}, {self.stored.numbers}), and the rows of gates and of what "
+                "they are gates of take turns in it, which is not supported together."
+            )
         expected = self._expected_shapes()
         for kind, name in self.names.items():
             if name not in self.source.names:

@@ -86,7 +86,7 @@ class WeightSource(ABC):
         if place.index is not None:
             expected = (place.stacked, *expected)
         stored = self.shape(place.name)
-        if stored != expected:
+        if stored not in (expected, (place.padded, *expected[1:])):
             raise WeightsError(
                 f"Weight {place.name!r} has shape {list(stored)}; the configuration makes it "
                 f"{list(expected)}."
@@ -140,6 +140,21 @@ class WeightSource(ABC):
                 f"{rope.theta:g} and {rope.rotary_dim} rotated dimensions give, which config.json "
                 "says."
             )
+
+    def check_constants(self) -> None:
+        """Raise WeightsError for one of Family.constants that is not what the configuration
+        makes."""
+        for name, expected in family_of(self.config.model_type).constants(self.config).items():
+            if name not in self.names:
+                continue
+            whole = tuple(slice(0, size) for size in expected.shape)
+            if self.shape(name) != tuple(expected.shape) or not torch.equal(
+                self.read(name, whole).cpu(), expected
+            ):
+                raise WeightsError(
+                    f"Weight {self.names[name]!r} in {self.where} holds other numbers than the "
+                    f"configuration of this {self.config.model_type} model makes."
+                )
 
 
 class FolderSource(WeightSource):

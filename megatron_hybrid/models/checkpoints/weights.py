@@ -53,6 +53,7 @@ def load_model(
     mtp: bool = False,
     quantization: str | None = None,
     replay_chunk: int | None = None,
+    tables_on_host: bool = False,
 ) -> HybridModel:
     """The model of a Hugging Face folder or a Megatron checkpoint, with this rank's weights on
     `device`.
@@ -61,7 +62,7 @@ def load_model(
     FP8 keys and values have the checkpoint's scales where it has some, else 1. `load_format`
     "dummy" draws random weights from `seed`, the same for any number of ranks, and needs only
     config.json. `mtp`: with its head for multi-token prediction. `quantization`: see `formats_of`.
-    `replay_chunk`: of HybridModel.
+    `replay_chunk`, `tables_on_host`: of HybridModel.
     Raises ConfigurationError for what is not supported, before any weight is read, and
     WeightsError, naming the weight, for a checkpoint that does not fit its configuration.
     """
@@ -80,6 +81,7 @@ def load_model(
             mtp,
             formats_of(folder, quantization, load_format),
             replay_chunk,
+            tables_on_host,
         )
     model.eval()
     if load_format == "dummy":
@@ -160,17 +162,17 @@ def has_mtp_weights(folder: ModelFolder) -> bool:
 
 
 def _fill_randomly(model: HybridModel, seed: int) -> None:
-    """Every rank draws whole weights and keeps its slice."""
+    """Every rank draws whole weights, on the model's device, and keeps its slice."""
+    device = next(model.parameters()).device
     whole: tuple[str, Tensor] | None = None  # parts of one weight follow one another
     for block, part in model.weight_parts():
         name = f"{block}.{part.role}"
         if whole is None or whole[0] != name:
-            whole = name, _random(part, seed ^ zlib.crc32(name.encode()))
+            whole = name, _random(part, device, seed ^ zlib.crc32(name.encode()))
         part.put(whole[1][part.source])
 
 
-def _random(part: Part, seed: int) -> Tensor:
-    device = part.target.device
+def _random(part: Part, device: torch.device, seed: int) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     name = part.role.rsplit(".", 1)[-1]
     if name in ("A_log", "dt_bias"):
@@ -178,6 +180,9 @@ def _random(part: Part, seed: int) -> Tensor:
         uniform = torch.rand(part.shape, generator=generator, device=device)
         return (1 + 15 * uniform).log() if name == "A_log" else uniform * 2 - 5.5
     if len(part.shape) == 1:
-        return torch.zeros(part.shape, device=device).add_(0.0 if name == "bias" else 1.0)
+        is_bias = name.endswith(("bias", "biases"))
+        return torch.zeros(part.shape, device=device).add_(0.0 if is_bias else 1.0)
     normal = torch.randn(part.shape, generator=generator, device=device)
-    return normal.mul_(0.5 / part.shape[-1] ** 0.5)
+    # Behind two small layers a router would send all tokens to one expert.
+    scale = 3.0 if ".router_mlp." in part.role else 0.5
+    return normal.mul_(scale / part.shape[-1] ** 0.5)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
+
+from torch import Tensor
 
 from megatron_hybrid.models.config import (
     ATTENTION,
@@ -27,7 +30,9 @@ class Location:
     """Where a weight is in a checkpoint: tensor `name`, there row `index` of `stacked` if several
     experts are stacked, there the `part`-th of `parts` equal pieces if several are concatenated;
     or, if the pieces differ, its rows from `first` on of `total`. `transposed`: [columns, rows]
-    there, and the pieces side by side."""
+    there, and the pieces side by side. `interleaved`: the pieces' rows take turns. `padded`: so
+    many rows may be there instead, of which the others mean nothing. `scale`: the tensor that may
+    have one scale for all of it, if it is in FP8."""
 
     name: str
     index: int | None = None
@@ -37,6 +42,9 @@ class Location:
     first: int = 0
     total: int | None = None
     transposed: bool = False
+    interleaved: bool = False
+    padded: int | None = None
+    scale: str | None = None
 
     def first_row(self, rows: int) -> int:
         """Where a weight of so many rows begins there."""
@@ -77,7 +85,8 @@ class Family(ABC):
         names = [name.removesuffix("weight") + inner if inner else name]
         if config.tie_word_embeddings and role == "embedding":
             names.append(self.lm_head)
-        return [Location(name) for name in names]
+        padded = None if role == "final_norm" else config.padded_vocab_size
+        return [Location(name, padded=padded) for name in names]
 
     def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
         """Where a block's weight may be, the usual place first; where it is in several of them, it
@@ -87,6 +96,11 @@ class Family(ABC):
         what is in none of them has a role that begins with "mtp.", and the number of the head's
         first or last block."""
         return [Location(self.name_in(f"{self.layers}.{block}", role))]
+
+    def constants(self, config: HybridModelConfig) -> Mapping[str, Tensor]:
+        """What the model makes of its configuration, by the names of tensors that a checkpoint may
+        have of it, and `ignores` must know: those have to be the same."""
+        return {}
 
     def name_in(self, layer: str, role: str) -> str:
         """The usual name of a role in a layer of one block."""

@@ -9,7 +9,9 @@ from megatron_hybrid.models.families.bailing_linear import BailingLinear
 from megatron_hybrid.models.families.bamba import Bamba
 from megatron_hybrid.models.families.falcon_h1 import FalconH1
 from megatron_hybrid.models.families.family import Family
+from megatron_hybrid.models.families.glm5_next import Glm5Next
 from megatron_hybrid.models.families.granite_moe_hybrid import GraniteMoeHybrid
+from megatron_hybrid.models.families.inkling import INKLING_NAMES, Inkling
 from megatron_hybrid.models.families.jamba import Jamba
 from megatron_hybrid.models.families.kimi_linear import KimiLinear
 from megatron_hybrid.models.families.lfm2 import Lfm2
@@ -20,12 +22,14 @@ from megatron_hybrid.models.families.minimax import MiniMax
 from megatron_hybrid.models.families.nemotron_h import NemotronH
 from megatron_hybrid.models.families.olmo_hybrid import OlmoHybrid
 from megatron_hybrid.models.families.qwen3_next import Qwen3Next, Qwen35
+from megatron_hybrid.models.families.qwen4_exp import Qwen4Exp
 from megatron_hybrid.models.families.recurrent_gemma import RecurrentGemma
 from megatron_hybrid.models.families.rwkv import Rwkv
 from megatron_hybrid.models.families.text_part import USUAL_NAMES, TextPart
 from megatron_hybrid.models.families.xlstm import XLSTM
 from megatron_hybrid.models.families.zamba import Zamba
 from megatron_hybrid.models.families.zamba2 import Zamba2
+from megatron_hybrid.models.families.zaya import Zaya
 
 FAMILIES: tuple[Family, ...] = (
     NemotronH(),
@@ -39,6 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     Mamba2(),
     Qwen3Next(),
     Qwen35(),
+    Qwen4Exp(),
     OlmoHybrid(),
     MiniMax(),
     BailingLinear(),
@@ -46,9 +51,12 @@ FAMILIES: tuple[Family, ...] = (
     Lfm3(),
     KimiLinear(),
     BailingHybrid(),
+    Inkling(),
+    Glm5Next(),
     RecurrentGemma(),
     Rwkv(),
     XLSTM(),
+    Zaya(),
     Llama(),
     Qwen3(),
 )
@@ -67,6 +75,8 @@ TEXT_PARTS: tuple[TextPart, ...] = (
         tied=False,
     ),
     TextPart(Qwen35(), ("minicpm_ocr",), tied=True),
+    TextPart(Glm5Next(), ("glm5_next",), tied=False),
+    TextPart(Qwen4Exp(), ("qwen4_exp",), tied=False),
     TextPart(Lfm2(), ("lfm2_vl",), tied=True),
     TextPart(
         NemotronH(),
@@ -74,6 +84,7 @@ TEXT_PARTS: tuple[TextPart, ...] = (
         names=_CAUSAL_LM,
     ),
     TextPart(NemotronH(), ("nemo_speechlm", "nemotron3_5_transcribe"), names=_NEMO, tied=False),
+    TextPart(Inkling(), ("inkling_mm_model",), names=INKLING_NAMES),
     TextPart(GraniteMoeHybrid(), ("granite_speech", "granite_speech_plus"), tied=True),
 )
 BY_MODEL_TYPE: dict[str, Family] = {

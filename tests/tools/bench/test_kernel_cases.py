@@ -21,6 +21,13 @@ def test_a_layer_without_a_convolution_has_the_cases_of_its_scan() -> None:
     assert not any(name.startswith("conv") for name in names)
 
 
+def test_heads_of_convolved_attention_have_theirs() -> None:
+    cases = list(kernel_cases(bench_of("zaya1-8b")))
+    assert [case.shape for case in cases if case.name == "convolved heads"] == [
+        "1 tokens", "20 tokens",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("model", sorted(folder.name for folder in CONFIGS.iterdir()))
 def test_the_layers_of_a_kind_are_counted_in_all_their_blocks(model: str) -> None:
     bench = bench_of(model)
