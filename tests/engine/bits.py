@@ -116,8 +116,14 @@ class Known:
         if geometry.has_recurrent:
             rings = self._bytes_of_rings(self.llm(**options), requests)
         size = blocks * geometry.bytes_per_block + live + rings + extra
+        few: dict[str, Any] = {}
+        if geometry.has_window:  # whose blocks a step's prompts need beside those of each request
+            few[TOKENS] = 64
+            of_windows = requests * geometry.window_quota + 64 // geometry.block_size + 2
+            size += of_windows * geometry.bytes_per_window_block
         return self.llm(
             **options
+            | few
             | {
                 REQUESTS: requests,
                 BUFFER: (size + 1) / GIB,

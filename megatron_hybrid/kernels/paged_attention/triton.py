@@ -281,10 +281,11 @@ def _attend_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if EXTENT > 0:
             nearest = keys - queries + first_query - (first_key + KEYS - 1)
-            scores += biases(
-                own, bank, row // GROUP - first_query, nearest, KEYS, EXTENT, PROFILES, BLOCK_P,
-                SPAN,
-            )  # fmt: skip
+            if nearest < EXTENT:  # else no key is near enough
+                scores += biases(
+                    own, bank, row // GROUP - first_query, nearest, KEYS, EXTENT, PROFILES,
+                    BLOCK_P, SPAN,
+                )  # fmt: skip
         seen = at[None, :] <= position[:, None]
         if FIRST > 0:
             seen = seen & (at >= FIRST)[None, :]

@@ -174,10 +174,10 @@ def _attended(
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if relative is not None:
                 own, bank, query, first_position = relative
-                more = biases(
-                    own, bank, query, first_position - (first + KEYS - 1), KEYS, EXTENT, PROFILES,
-                    BLOCK_P, SPAN,
-                )  # fmt: skip
+                nearest = first_position - (first + KEYS - 1)
+                more = tl.zeros_like(scores)
+                if nearest < EXTENT:  # else no key is near enough; the bits are those of zeros
+                    more = biases(own, bank, query, nearest, KEYS, EXTENT, PROFILES, BLOCK_P, SPAN)
                 scores = tl.fma(scores, tl.zeros_like(scores) + scale, more)
             if MASKED:
                 seen = at[None, :] <= position[:, None]
