@@ -104,14 +104,8 @@ class Known:
     def small(self, blocks: int = 11, states: int = 4, requests: int = 6, **options: Any) -> LLM:
         """An engine in which requests preempt each other, and states are evicted."""
         geometry = self.llm(**options).engine.context.geometry
-        if geometry.has_window:  # which takes room for a step's prompts
-            options = {TOKENS: 40, **options}
-            geometry = self.llm(**options).engine.context.geometry
         live = requests * geometry.bytes_per_slot
         extra = options.get(DRAFTS, 0)
-        if geometry.has_window:
-            window = requests * geometry.window_quota + 40 // geometry.block_size + 2
-            live += window * geometry.bytes_per_window_block
         rings = 0
         if geometry.has_recurrent:
             rings = self._bytes_of_rings(self.llm(**options), requests)
