@@ -33,4 +33,4 @@ class Glm5NextTextForCausalLM(Glm5NextPreTrainedModel):
         return CausalLMOutput(logits=self.lm_head(hidden))
 
 
-AutoModelForCausalLM.register(Glm5NextTextConfig, Glm5NextTextForCausalLM)
+AutoModelForCausalLM.register(Glm5NextTextConfig, Glm5NextTextForCausalLM, exist_ok=True)
