@@ -50,6 +50,20 @@ def test_nothing_is_seen_past_an_end_within_a_text(tiny: Tiny, lengths: list[int
     close(run_in_segments(model.ours, tokens, lengths), model.expected(tokens))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ids_are_kept_exactly_in_windows_of_any_type(
+    tmp_path: Path, parallel: ParallelContext, dtype: torch.dtype
+) -> None:
+    """Ids of up to three bytes: other n-grams would give other numbers altogether."""
+    model = TinyModel("qwen4_exp", tmp_path, parallel, vocab_size=70_000, eos_token_id=65_543)
+    ours = load(tmp_path, parallel, conv_states_dtype=dtype)
+    tokens = [(9973 * i * i + 77) % 70_000 for i in range(40)]
+    tokens[8] = tokens[19] = 65_543
+    found, expected = run_in_segments(ours, tokens, [1] * 39), model.expected(tokens)
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(found, expected, atol=0.03 * scale, rtol=0)
+
+
 def test_a_table_in_one_piece_is_that_of_its_shards(
     tiny: Tiny, tmp_path: Path, parallel: ParallelContext
 ) -> None:
