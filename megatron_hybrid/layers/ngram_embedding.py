@@ -75,7 +75,7 @@ class NGramEmbedding(RecurrentMixer):
         self.input_size = channels
         numbers = config.embedding_size // heads
         rows = config.table_rows(context.layer)
-        self.table = NGramTable(rows, numbers, config.shards, context)
+        self.table = NGramTable(rows, numbers, heads, config.shards, context)
         self.projection = context.to_rows(
             channels + context.hidden_size, bias=False, inputs=config.embedding_size
         )

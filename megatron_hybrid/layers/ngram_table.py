@@ -51,9 +51,12 @@ class NGramTable(nn.Module):
 
     weight: Tensor | None  # of a table on the model's device
 
-    def __init__(self, rows: int, numbers: int, shards: int, context: LayerContext) -> None:
+    def __init__(
+        self, rows: int, numbers: int, heads: int, shards: int, context: LayerContext
+    ) -> None:
+        """`heads`: rows that a token reads."""
         super().__init__()
-        self.rows, self.numbers, self.shards = rows, numbers, shards
+        self.rows, self.numbers, self.heads, self.shards = rows, numbers, heads, shards
         self.parallel = context.parallel
         own = context.share(numbers, "numbers of an n-gram's embedding")
         self.held: _HostTable | None = None

@@ -1,5 +1,5 @@
-"""How much of a model's weights a token goes through: all of them, but of experts those that it
-chooses."""
+"""How much of a model's weights a token goes through: all of them, but of experts, and of rows of
+tables, those that it chooses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron_hybrid.layers.linear import Linear
 from megatron_hybrid.layers.moe import MoE
+from megatron_hybrid.layers.ngram_table import NGramTable
 
 
 class WeightShare(NamedTuple):
@@ -42,7 +43,10 @@ def weight_shares(root: nn.Module) -> Iterator[WeightShare]:
             bias = 0 if module.bias is None else module.bias.numel()
             parameters = module.inputs * module.outputs + bias
             size = sum(kept for _, kept in module.kept_bytes())
-        if module in routed:
+        if isinstance(module, NGramTable):  # which may be no parameter
+            table = module.there
+            yield WeightShare(table.numel(), table.nbytes, module.rows, module.heads)
+        elif module in routed:
             config = routed[module].config
             yield WeightShare(parameters, size, config.num_experts, config.experts_per_token)
         elif own:

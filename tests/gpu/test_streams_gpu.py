@@ -59,7 +59,7 @@ def test_a_table_is_read_where_it_lies() -> None:
     rows, numbers = 9_000_000, 160  # 2.9 GB
     before = torch.cuda.memory_allocated()
     with torch.device("cuda"):
-        table = NGramTable(rows, numbers, 128, context)
+        table = NGramTable(rows, numbers, 16, 128, context)
     assert torch.cuda.memory_allocated() - before < 2**20 and not list(table.parameters())
     assert table.held is not None
     number = torch.arange(rows, dtype=torch.int32)

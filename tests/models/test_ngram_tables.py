@@ -17,6 +17,7 @@ from megatron_hybrid.engine import build_tables
 from megatron_hybrid.errors import ConfigurationError, WeightsError
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.weight_shares import weight_shares
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import TinyModel, load, random_tokens
 from tests.models.driver import run_in_segments
@@ -173,6 +174,10 @@ def test_tables_on_the_host_are_no_weights_of_the_device(
         assert sum("tables" in kind for kind in found) == 1
         assert sizes[0] == sizes[-1] + on_host * found[name]
         assert sum(found.values()) == sizes[0]
+        shares = list(weight_shares(model))
+        assert sum(one.bytes for one in shares) == sizes[0]
+        rows = [one for one in shares if one.chosen == 8]  # of a token
+        assert [one.read_by(1) for one in rows] == [pytest.approx(8 * 12 * 4)] * 2
 
 
 def test_the_flag_is_refused_where_it_means_nothing_or_does_not_fit(
