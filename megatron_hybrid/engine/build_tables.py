@@ -6,7 +6,9 @@ import os
 
 import torch
 
+from megatron_hybrid.cache.geometry import GIB
 from megatron_hybrid.config import EngineConfig
+from megatron_hybrid.engine.build_host_memory import FLAG as CACHED
 from megatron_hybrid.engine.host_memory import available_memory
 from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.ngram_table import NGramTable
@@ -14,7 +16,6 @@ from megatron_hybrid.models.config import NGRAM_EMBEDDING
 from megatron_hybrid.models.hybrid_model import HybridModel
 
 FLAG = "--ngram-embeddings-on-host"
-GIB = 2**30
 
 
 def on_host(config: EngineConfig, device: torch.device) -> bool:
@@ -35,10 +36,11 @@ def check_tables(config: EngineConfig, shapes: HybridModel) -> None:
     tables = [layer for layer in shapes.modules() if isinstance(layer, NGramTable)]
     needed = sum(table.there.nbytes for table in tables if table.on_host)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    left = available_memory() // processes
-    if needed > left:
+    left, cached = available_memory() // processes, config.prefix_caching_host_gb
+    if needed + cached * GIB > left:
+        beside = f" and {CACHED} {cached:g}" if cached else ""
         raise ConfigurationError(
-            f"{FLAG}: this rank's part of the tables takes {needed / GIB:.2f} GB; "
+            f"{FLAG}: this rank's part of the tables takes {needed / GIB:.2f} GB{beside}; "
             f"{left / GIB:.2f} GB of the host's memory are left for each of the {processes} "
             "processes that run on it."
         )

@@ -196,5 +196,10 @@ def test_the_flag_is_refused_where_it_means_nothing_or_does_not_fit(
     monkeypatch.setattr(build_tables, "available_memory", lambda: 1000)
     with pytest.raises(ConfigurationError, match=r"0\.00 GB of the host's memory are left"):
         build_tables.check_tables(config, shapes("qwen4_exp"))
+    both = EngineConfig(ngram_embeddings_on_host=True, prefix_caching_host_gb=2.5)
+    monkeypatch.setattr(build_tables, "available_memory", lambda: 2**31)
+    build_tables.check_tables(config, shapes("qwen4_exp"))
+    with pytest.raises(ConfigurationError, match=r"GB and --prefix-caching-host-gb 2\.5; 2\.00 GB"):
+        build_tables.check_tables(both, shapes("qwen4_exp"))
     assert build_tables.on_host(config, torch.device("cuda"))
     assert not build_tables.on_host(config, torch.device("cpu"))
