@@ -15,7 +15,12 @@ from megatron_hybrid.kernels.linear.formats import WeightFormat
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.weight_source import open_folder
 from megatron_hybrid.models.checkpoints.weights import ON_THE_FLY
-from megatron_hybrid.models.config import LATENT_ATTENTION, resolve_dtype
+from megatron_hybrid.models.config import (
+    INDEXED_LATENT_ATTENTION,
+    LATENT_ATTENTION,
+    SHARED_INDEX,
+    resolve_dtype,
+)
 from megatron_hybrid.verify.comparison import Comparison, Truth, beside_cold
 from megatron_hybrid.verify.dequantized import Weight, weights_of
 from megatron_hybrid.verify.oracle import Oracle, OracleUnavailable, numbers_in, ties_layers
@@ -26,6 +31,7 @@ from megatron_hybrid.verify.ways import Way
 # Bytes beside the weights.
 ACTIVATIONS, ACTIVATIONS_ON_CPU = 8 << 30, 512 << 20
 _CPU = torch.device("cpu")
+_LATENT = {LATENT_ATTENTION, INDEXED_LATENT_ATTENTION, SHARED_INDEX}
 
 
 def compute_dtype(config: EngineConfig, folder: ModelFolder, device: torch.device) -> torch.dtype:
@@ -55,7 +61,7 @@ def compare(
             raise OracleUnavailable("transformers reads no Megatron checkpoints.")
         if config.load_format != "auto":
             raise OracleUnavailable("the weights are random.")
-        if config.kv_cache_dtype != "auto" and LATENT_ATTENTION in folder.config.pattern:
+        if config.kv_cache_dtype != "auto" and _LATENT & set(folder.config.pattern):
             raise OracleUnavailable(
                 f"--kv-cache-dtype is {config.kv_cache_dtype}: transformers' latents are not "
                 "rounded."

@@ -52,7 +52,7 @@ class Pools:
     @property
     def small_block(self) -> int:
         """Tokens of a block of which answers need several, so that decodes run out of them."""
-        return 16 if self.longest >= 1024 else 2
+        return 16 if self.longest >= 1024 else 4  # groups of an index are whole in a block
 
     def small(
         self, requests: int, block: int, share: float, states: int, drafts: int

@@ -76,8 +76,8 @@ def _activate_kernel(
 
 @triton.constexpr_function
 def _limit(activation):
-    # limit_of or 0: what kernels reach may call no other function that is not Triton's
-    return float(activation[8:]) if activation[:8] == "silu_to_" else 0.0
+    """As limit_of, which the compiler does not know; 0: none."""
+    return float(activation[8:]) if activation.startswith("silu_to_") else 0.0
 
 
 @triton.jit

@@ -102,11 +102,12 @@ ON_THE_FLY = {
     "fp8": WeightFormat("float8_e4m3fn", activations="token"),
     "fp8_block": WeightFormat("float8_e4m3fn", 128, 128, activations="group"),
 }
-# What stays as it is: the vocabulary's, and what recurrences' step sizes, gates and exponents come
-# from.
+# What stays as it is: the vocabulary's, what recurrences' step sizes, gates and exponents come
+# from, and an index's gates and weights.
 NEVER_ROUNDED = re.compile(
     r"lm_head|embedding"
     r"|mixer\.(in_proj_(a|b|ba)|x_proj|dt_proj|time_key|[if]gate_preact)\.weight"
+    r"|indexer\.(index_kpool_compress_gate|weights_proj)\."
 )
 
 
