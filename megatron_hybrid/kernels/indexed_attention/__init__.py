@@ -1,0 +1,1 @@
+"""Attention that sees what an index chooses."""
