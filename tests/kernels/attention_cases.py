@@ -52,7 +52,7 @@ class AttentionStep:
     value: Tensor
     cache: KVCache
     expected: Tensor  # [tokens, heads, head_dim] float64
-    bias: RelativeBias | None  # of a relative shape
+    bias: RelativeBias | None = None  # of a relative shape
 
 
 def attention_step(

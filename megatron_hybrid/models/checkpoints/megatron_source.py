@@ -110,6 +110,10 @@ class MegatronSource(WeightSource):
         """A role that this rank does not have is another rank's."""
         return name in self.roles
 
+    def constants(self) -> Mapping[str, Tensor]:
+        """None."""
+        return {}
+
     # ------------------------------------------------------------------ values
 
     def file_of(self, name: str) -> str:

@@ -55,6 +55,10 @@ class WeightSource(ABC):
         """See Family.ignores."""
         return family_of(self.config.model_type).ignores(self.config, name)
 
+    def constants(self) -> Mapping[str, Tensor]:
+        """See Family.constants."""
+        return family_of(self.config.model_type).constants(self.config)
+
     def file_of(self, name: str) -> str:
         """What to sort reads by."""
         return ""
@@ -142,9 +146,8 @@ class WeightSource(ABC):
             )
 
     def check_constants(self) -> None:
-        """Raise WeightsError for one of Family.constants that is not what the configuration
-        makes."""
-        for name, expected in family_of(self.config.model_type).constants(self.config).items():
+        """Raise WeightsError for one of `constants` that is not what the configuration makes."""
+        for name, expected in self.constants().items():
             if name not in self.names:
                 continue
             whole = tuple(slice(0, size) for size in expected.shape)
