@@ -124,10 +124,13 @@ def attend(
 
 def _biases(weights: Tensor, bank: Tensor, distance: Tensor) -> Tensor:
     """weights [n, heads, profiles], bank [profiles, extent + 1], distance [n, KEYS] -> [n, heads,
-    KEYS] float32: a query's are a product of their own, of one shape."""
+    KEYS] float32, added up profile by profile: of products as small as these the library may sum
+    one or several otherwise."""
     place = distance.clamp(0, bank.shape[1] - 1)
-    profiles = bank.float().t()[place].transpose(1, 2)  # [n, profiles, KEYS]
-    return torch.bmm(weights.float(), profiles.contiguous())
+    total = torch.zeros((), device=weights.device)
+    for own, profile in zip(weights.float().unbind(-1), bank.float(), strict=True):
+        total = total + own[..., None] * profile[place][:, None]
+    return total
 
 
 def _gathered(stored: Tensor, rows: Tensor, count: int) -> Tensor:
