@@ -9,11 +9,7 @@ import torch
 
 from megatron_hybrid.config import EngineConfig
 from megatron_hybrid.errors import ConfigurationError
-from megatron_hybrid.models.config import (
-    IN_PLAIN_TORCH,
-    WITH_EXPONENTS,
-    HybridModelConfig,
-)
+from megatron_hybrid.models.config import IN_PLAIN_TORCH, WITH_EXPONENTS, HybridModelConfig
 
 log = logging.getLogger(__name__)
 

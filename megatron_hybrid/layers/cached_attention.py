@@ -62,14 +62,19 @@ class CachedAttention(Mixer):
         """Of these the one that computes it."""
 
     def most_captured(self, kernels: KernelSet, block_size: int, prompts: int) -> int:
-        """As of PagedKernel, of this layer."""
-        return self.kernel(kernels).most_captured(self.shape(block_size), prompts)
+        """As of PagedKernel, of this layer. With an index none: what is launched for texts that fit
+        its budget is not what others need, and a captured step cannot tell."""
+        shape = self.shape(block_size)
+        return 0 if shape.index is not None else self.kernel(kernels).most_captured(shape, prompts)
 
     def plan(self, inputs: StepInputs, caches: LayerCaches, kernels: KernelSet) -> Plan:
         """What its kernels work out on the host, once a step for all layers of its kind."""
         shape = self.shape(caches.kv[self.layer].key.shape[1])
         paged = inputs.paged if not shape.window or inputs.window is None else inputs.window
-        return self.kernel(kernels).plan(paged, shape)
+        every = self.kernel(kernels).plan(paged, shape)
+        if shape.index is None:
+            return every
+        return kernels.indexed_attention.plan(paged, shape, every)
 
     @abstractmethod
     def store(self, x: Tensor, plans: KernelPlans) -> None:

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape, IndexShape, KVCache
 from megatron_hybrid.kernels.indexed_attention.protocol import IndexNorm, MeanPool
-from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.kernels.protocols import Inputs, Plan
 from megatron_hybrid.layers.attention import Attention, AttentionConfig
-from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, StepInputs
+from megatron_hybrid.layers.inputs import KVSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext
 from megatron_hybrid.layers.norm import RMSNorm
@@ -71,17 +70,6 @@ class IndexedAttention(Attention):
     def _rows(self) -> list[Rows]:
         size = sum(self.index_sections)
         return [*super()._rows(), Rows("indexer.index_qk_proj", size, 0, size, has_bias=False)]
-
-    def most_captured(self, kernels: KernelSet, block_size: int, prompts: int) -> int:
-        """None: what is launched for texts that fit the budget is not what others need, and a
-        captured step cannot tell."""
-        return 0
-
-    def plan(self, inputs: StepInputs, caches: LayerCaches, kernels: KernelSet) -> Plan:
-        """As in CachedAttention."""
-        every = super().plan(inputs, caches, kernels)
-        shape = self.shape(caches.kv[self.layer].key.shape[1])
-        return kernels.indexed_attention.plan(inputs.paged, shape, every)
 
     def forward(self, x: Inputs, plans: KernelPlans) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; writes the tokens' keys and values, and entries."""

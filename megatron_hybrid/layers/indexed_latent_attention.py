@@ -11,9 +11,8 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape, IndexShape, KVCache
 from megatron_hybrid.kernels.indexed_attention.protocol import GatedPool
-from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.kernels.protocols import Plan
-from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, StepInputs
+from megatron_hybrid.layers.inputs import KVSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from megatron_hybrid.layers.layer_norm import LayerNorm
@@ -88,17 +87,6 @@ class IndexedLatentAttention(LatentAttention):
         if not self.config.shared:
             rows.append(Rows("indexer.wq_b", self.index_queries, 0, self.index_queries))
         return rows
-
-    def most_captured(self, kernels: KernelSet, block_size: int, prompts: int) -> int:
-        """None: what is launched for texts that fit the budget is not what others need, and a
-        captured step cannot tell."""
-        return 0
-
-    def plan(self, inputs: StepInputs, caches: LayerCaches, kernels: KernelSet) -> Plan:
-        """As in CachedAttention."""
-        every = super().plan(inputs, caches, kernels)
-        shape = self.shape(caches.kv[self.layer].key.shape[1])
-        return kernels.indexed_attention.plan(inputs.paged, shape, every)
 
     def store(self, x: Tensor, plans: KernelPlans) -> None:
         """As in CachedAttention."""

@@ -44,8 +44,9 @@ INDEXED = frozenset({INDEXED_ATTENTION, INDEXED_LATENT_ATTENTION, SHARED_INDEX})
 # Attention whose queries and keys are convolved; with a sliding window.
 CONVOLVED_ATTENTION, SLIDING_CONVOLVED_ATTENTION = "V", "Y"
 # With keys and values of all tokens, or latents.
-WITH_KV = INDEXED | {ATTENTION, SIDE_BY_SIDE, SHARED_TRANSFORMER}
-WITH_KV |= {LATENT_ATTENTION, CONVOLVED_ATTENTION}
+WITH_KV = INDEXED | {
+    *(ATTENTION, SIDE_BY_SIDE, SHARED_TRANSFORMER, LATENT_ATTENTION, CONVOLVED_ATTENTION)
+}
 # RWKV's mixing of time and of channels; Griffin's recurrent unit; xLSTM's cell.
 TIME_MIX, CHANNEL_MIX, RG_LRU, MLSTM = "W", "F", "R", "X"
 # Whose kernels are in plain torch alone; and of these whose states hold exponents.
