@@ -104,3 +104,17 @@ def test_what_cublas_is_asked_for_has_the_same_bits() -> None:
     in_order.learn([(w, False)], (64, 256, 512))
     for count in (256, 300, 512, 600):
         assert torch.equal(in_order.multiply(x[:count].clone(), w)[:256], before)
+
+
+@pytest.mark.parametrize("rows", [15, 192])
+def test_few_results_of_another_order_are_found(rows: int) -> None:
+    """Of small products at random mostly none shows it."""
+    torch.manual_seed(5)
+    w = torch.randn(rows, 192, device="cuda").bfloat16()
+    counts = 72, 128, 256, 384, 512
+    in_order.learn([(w, False)], counts)
+    for count in counts:
+        for _ in range(200):
+            x = torch.randn(count, 192, device="cuda").bfloat16()
+            parts = [in_order.multiply(part.clone(), w) for part in x.split(64)]
+            assert torch.equal(in_order.multiply(x, w), torch.cat(parts))

@@ -30,6 +30,10 @@ from megatron_hybrid.parallel import RankGroup
 # Of each part of a KernelSet, what gives a row a token.
 OPERATIONS: dict[str, tuple[str, ...]] = {
     "attention": ("attend",),
+    "latent_attention": ("prepare", "attend"),
+    "indexed_attention": ("turn", "attend", "attend_latents"),
+    "convolved_heads": ("mix",),
+    "streams": ("gated_mean", "weighted", "injected", "mixed", "keyed", "balanced"),
     "conv": ("prefill", "decode", "decode_runs", "run"),
     "mamba1_scan": ("prefill", "decode", "decode_runs", "run"),
     "mamba2_scan": ("prefill", "decode", "decode_runs", "run"),
@@ -55,9 +59,9 @@ Rows = dict[int, int]  # of a step's rows those that are watched -> position in 
 
 def digests(rows: Tensor) -> list[int]:
     """A number for the bytes of each row: one that changes with any bit, whatever the device."""
-    rows = rows.reshape(len(rows), -1).contiguous()
     if rows.numel() == 0:
         return [0] * len(rows)
+    rows = rows.reshape(len(rows), -1).contiguous()
     lanes = rows.view(_LANES[rows.element_size()])
     count = lanes.shape[1]
     factors = torch.arange(count, dtype=torch.int64, device=rows.device)
