@@ -212,6 +212,23 @@ def test_every_kernel_is_timed(model, tmp_path, monkeypatch, capsys):
     assert "matrix product" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("qwen3.8-flash-next", {"index, choice", "index, attention"}),
+        ("glm-5.3-flash", {"index, choice", "index, attention"}),
+        ("inkling-small", {"bias by distance"}),
+    ],
+)
+def test_kernels_that_few_models_have_are_timed(model, names, tmp_path, monkeypatch):
+    out = tmp_path / "out.json"
+    flags = ("--model", model, "--device", "cpu", "--json", out, "--only", "index,bias by")
+    assert run("tools/benchmark_kernels.py", *flags, monkeypatch=monkeypatch) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["name"] for row in rows} == names
+    assert not any("failed" in row for row in rows)
+
+
 def test_only_the_kernels_that_are_named_are_timed(monkeypatch, capsys):
     flags = ("--device", "cpu", "--only", "draw,rope")
     assert run("tools/benchmark_kernels.py", *flags, monkeypatch=monkeypatch) == 0

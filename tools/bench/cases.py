@@ -18,6 +18,7 @@ from megatron_hybrid.kernels.contract import (
     AttentionShape,
     DecodeRuns,
     DecodeSlots,
+    IndexShape,
     KVCache,
     PagedHost,
     PagedSequences,
@@ -27,10 +28,13 @@ from megatron_hybrid.kernels.contract import (
 )
 from megatron_hybrid.kernels.protocols import ConvConstants
 from megatron_hybrid.layers.attention import AttentionConfig
+from megatron_hybrid.layers.indexed_attention import IndexedAttentionConfig
+from megatron_hybrid.layers.indexed_latent_attention import IndexedLatentConfig
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec, allocate_caches
 from megatron_hybrid.layers.kimi_delta_attention import KimiDeltaAttentionConfig
 from megatron_hybrid.layers.latent_attention import LatentAttentionConfig
 from megatron_hybrid.layers.mixer import LayerConfig
+from megatron_hybrid.layers.relative_attention import RelativeAttentionConfig
 from megatron_hybrid.models.config import HybridModelConfig
 
 BLOCK = 64  # tokens in a KV block
@@ -225,8 +229,7 @@ def _shrunk(model: HybridModelConfig) -> HybridModelConfig:
         model,
         hidden_size=64,
         vocab_size=200,
-        attention=model.attention
-        and replace(model.attention, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25),
+        attention=model.attention and _shrunk_attention(model.attention),
         mamba=model.mamba
         and replace(
             model.mamba, num_heads=4, head_dim=16, state_size=16, num_groups=2, kernel_chunk=16
@@ -255,6 +258,11 @@ def _shrunk(model: HybridModelConfig) -> HybridModelConfig:
 
 
 def _shrunk_layer(layer: LayerConfig) -> LayerConfig:
+    if isinstance(layer, IndexedAttentionConfig | IndexedLatentConfig):
+        index = IndexShape(layer.index.heads, 16, layer.index.group, 2)
+        layer = replace(layer, index=index)
+    if isinstance(layer, AttentionConfig):
+        return _shrunk_attention(layer)
     if isinstance(layer, LatentAttentionConfig):
         return replace(
             layer, num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8,
@@ -263,3 +271,9 @@ def _shrunk_layer(layer: LayerConfig) -> LayerConfig:
     if isinstance(layer, KimiDeltaAttentionConfig):
         return replace(layer, num_heads=4, head_dim=16, kernel_chunk=16)
     return layer
+
+
+def _shrunk_attention(layer: AttentionConfig) -> AttentionConfig:
+    if isinstance(layer, RelativeAttentionConfig):
+        layer = replace(layer, profiles=4, extent=32)
+    return replace(layer, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)

@@ -10,6 +10,7 @@ from bench.conv_cases import conv_cases
 from bench.convolved_cases import convolved_cases
 from bench.expert_cases import expert_cases
 from bench.few_row_cases import few_row_cases
+from bench.indexed_cases import indexed_cases
 from bench.latent_cases import latent_cases
 from bench.layer_cases import layer_cases
 from bench.norm_cases import activation_cases, gated_norm_cases, norm_cases
@@ -19,6 +20,7 @@ from bench.projected_cases import projected_cases
 from bench.quantized_cases import quantized_expert_cases, quantized_linear_cases
 from bench.recurrent_cases import recurrent_cases
 from bench.recurrent_kinds import recurrent_kinds
+from bench.relative_cases import relative_cases
 from bench.sampling_cases import sampling_cases
 from bench.streams_cases import streams_cases
 
@@ -33,6 +35,8 @@ def kernel_cases(bench: Bench) -> Iterator[Case]:
     yield from gated_norm_cases(bench)
     yield from attention_cases(bench)
     yield from latent_cases(bench)
+    yield from indexed_cases(bench)
+    yield from relative_cases(bench)
     yield from convolved_cases(bench)
     yield from norm_cases(bench)
     yield from activation_cases(bench)
