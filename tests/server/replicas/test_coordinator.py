@@ -213,6 +213,7 @@ def test_a_coordinator_that_hangs_is_not_waited_for_long(
 ) -> None:
     coordinator = server.start_coordinator()
     monkeypatch.setattr(coordinator, "_receive", lambda: time.sleep(0.01))
+    monkeypatch.setattr(coordinator_client, "PAUSE_SECONDS", 60.0)  # on a busy machine, too
     asked = []
     send = server.worker._coordinator._link.send
     monkeypatch.setattr(
