@@ -13,13 +13,16 @@ from zlib import crc32
 import pytest
 import torch
 
-from tests.thorough import A_THIRD, thorough
+from tests.thorough import A_THIRD, EVERYTHING, thorough
 
 if TYPE_CHECKING:
     from megatron_hybrid.text.tokenizer import Tokenizer
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Without a GPU all of it is skipped, and importing it would be a tenth of what collecting takes.
+collect_ignore = [] if EVERYTHING or torch.cuda.is_available() else ["gpu"]
 
 pytest.register_assert_rewrite("tests.engine.oracle_tests", "tests.kernels.recurrence_contract")
 
@@ -52,8 +55,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # when the folders' own have said what is thorough
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     leave_out_two_thirds(items)
+    if not EVERYTHING:
+        leave_out_thorough_ones(config, items)
     places = {name: place for place, name in enumerate(LONG)}
 
     def place(item: pytest.Item) -> int:
@@ -72,6 +78,15 @@ def leave_out_two_thirds(items: list[pytest.Item]) -> None:
         alike.sort(key=lambda item: crc32(item.nodeid.encode()))
         for item in alike[-(-len(alike) // 3) :]:
             item.add_marker(thorough)
+
+
+def leave_out_thorough_ones(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept, left_out = [], []
+    for item in items:
+        (left_out if item.get_closest_marker(thorough.name) else kept).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
 
 
 @pytest.fixture(scope="session")
