@@ -69,10 +69,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def leave_out_two_thirds(items: list[pytest.Item]) -> None:
-    """Of the cases of each test with A_THIRD, those whose names' digests are largest."""
+    """Of the cases of each test with A_THIRD that are not thorough in any case, those whose names'
+    digests are largest."""
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker(A_THIRD.name):
+        if item.get_closest_marker(A_THIRD.name) and not item.get_closest_marker(thorough.name):
             cases[item.nodeid.partition("[")[0]].append(item)
     for alike in cases.values():
         alike.sort(key=lambda item: crc32(item.nodeid.encode()))

@@ -57,7 +57,7 @@ def test_one_expert_has_all(expert: int) -> None:
 @pytest.mark.parametrize("tokens", [90, 1500])
 def test_ranks_with_some_of_the_experts_add_up_to_all(tokens: int) -> None:
     m = mixture(tokens, chosen=3)
-    total = sum(mix(part, 6) for part in shared_out(m, 4))
+    total = sum(mix(part, 6) for part in shared_out(m, usually(2, 4)))
     torch.testing.assert_close(total.double(), by_hand(m), atol=1e-5, rtol=1e-5)
 
 
