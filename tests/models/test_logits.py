@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import TinyModel, load, random_tokens
 from tests.models.driver import Driver, Segment, run_in_segments
+from tests.thorough import A_THIRD, combined
 from tests.tiny_models import ATTENTION_ONLY, FAMILIES
 
 HYBRIDS = tuple(f for f in FAMILIES if f not in ATTENTION_ONLY)
@@ -31,16 +32,21 @@ def test_logits_of_a_whole_prompt(tiny: Tiny, family: str) -> None:
     close(run_in_segments(model.ours, tokens, []), model.expected(tokens))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "lengths",
-    [[16, 32], [5, 30, 2], [1, 2, 3, 17], [40] + [1] * 34],
-    ids=["on the grid", "off the grid", "shorter than the window", "prefill and decode"],
-)
+SEGMENTATIONS = {
+    "on the grid": [16, 32],
+    "off the grid": [5, 30, 2],
+    "shorter than the window": [1, 2, 3, 17],
+    "prefill and decode": [40] + [1] * 34,
+}
+
+
+# In CI each family has one or two of them.
+@pytest.mark.parametrize(("family", "segmentation"), combined(3, FAMILIES, SEGMENTATIONS))
 def test_logits_do_not_depend_on_the_segmentation(
-    tiny: Tiny, family: str, lengths: list[int]
+    tiny: Tiny, family: str, segmentation: str
 ) -> None:
     model, tokens = tiny(family), random_tokens(75, seed=1)
+    lengths = SEGMENTATIONS[segmentation]
     close(run_in_segments(model.ours, tokens, lengths), model.expected(tokens))
 
 
@@ -128,6 +134,7 @@ def test_the_state_matters(tiny: Tiny, family: str) -> None:
     assert (logits - model.expected(tokens)[30:]).abs().max() > 0.05
 
 
+@A_THIRD
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_only_the_rows_asked_for_have_logits(tiny: Tiny, family: str) -> None:
     """None at all in a step whose prompts all go on."""
