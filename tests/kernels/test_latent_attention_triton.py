@@ -145,7 +145,7 @@ def test_bits_depend_on_the_sequence_alone(
 ) -> None:
     """Splits are not cut by what is to do, of which one long split would be enough here."""
     monkeypatch.setattr(triton, "_ITEMS", 1)
-    check_bits(small, rope, shape, [75, 41])
+    check_bits(small, rope, shape, usually([43, 22], [75, 41]))
 
 
 # ---------------------------------------------------------------- a graph's steps
@@ -228,7 +228,7 @@ def test_prompts_by_keys_of_each_head(
     attention, half = by_head_keys(monkeypatch), torch.float16
     shape = latent_shape(3, 32, 16, block_size, half, first_position=first, kv_dtype=kv_dtype)
     lengths: Lengths = [(n, keys + first) for n, keys in [*MIXED, (150, 150), (2, 300)]]
-    for decodes in (0, 3):
+    for decodes in usually((3,), (0, 3)):
         step = latent_step(lengths, shape, decodes=decodes, **EXPANDED)
         assert attention.plan(step.paged, shape).prompts is not None
         check(attention, rope, lengths, shape, decodes=decodes, tolerance=5e-3, **EXPANDED)
@@ -267,7 +267,7 @@ def test_few_queries_are_cut_by_keys(
     assert attention.plan(latent_step(MIXED, shape, decodes=3).paged, shape).few is not None
     many: Lengths = [(300, 300)]
     assert attention.plan(latent_step(many, shape, decodes=0).paged, shape).few is None
-    for decodes in (0, 2):
+    for decodes in usually((2,), (0, 2)):
         check(attention, rope, lengths, decodes=decodes)
     if batch_invariant:
         assert torch.equal(attended(attention, rope, latent_step(lengths, shape, decodes=2)), whole)

@@ -16,6 +16,7 @@ from megatron_hybrid.models.families.registry import FAMILIES
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
 from tests.parallel.pretend import first_of
+from tests.thorough import A_THIRD
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FOLDERS = sorted(path.parent for path in CONFIGS.glob("models/*/config.json"))
@@ -75,6 +76,7 @@ def shape_of(
         )  # fmt: skip
 
 
+@A_THIRD
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_shape_has_as_many_parameters_as_are_published(
     folder: Path, parallel: ParallelContext
