@@ -510,7 +510,7 @@ def test_preempted_requests_give_the_right_answers(oracle: Oracle):
             pytest.skip("A model without attention never runs out of KV blocks.")
         before = llm.stats()
         some = oracle.crowd[usually(4, 0) :]  # not the shortest
-        for prompts in (some, some[::-1]):
+        for prompts in usually((some,), (some, some[::-1])):
             oracle.check(generate(llm, prompts, params))
         stats = llm.stats()
         assert stats["preemptions"] - before["preemptions"] > 5, options
@@ -544,7 +544,8 @@ def test_drafts_change_neither_answers_nor_what_is_cached(oracle: Oracle):
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
     roomy = {"inference_dynamic_batching_buffer_size_gb": 0.03}  # for what is kept of drafts, too
     plain, prompts = oracle.llm(**roomy), oracle.prompts
-    batches = [prompts, prompts, [prompt for prompt in prompts[::3] for _ in (0, 1)]]
+    twins = [prompt for prompt in prompts[::3] for _ in (0, 1)]  # of prompts that are cached
+    batches = usually([prompts, twins], [prompts, prompts, twins])
     expected = [generate(plain, batch, params) for batch in batches]
     oracle.check(expected[0])
     texts = [output.prompt_token_ids + output.token_ids for output in expected[0]]

@@ -44,7 +44,6 @@ CASES: dict[str, tuple[dict[str, Any], ...]] = {  # that CI runs
     ),
     "test_chunks_of_one_request_at_a_time": (
         {"mode": "extract", "budget": 13}, {"mode": "break", "budget": 3},
-        {"mode": "extract", "budget": 1},
     ),
     "test_chunks_beside_many_others": (
         {"mode": "extract", "budget": 10}, {"mode": "break", "budget": 41},

@@ -28,6 +28,7 @@ def is_thorough(test: str, mode: str = "", asynchronous: bool = False, **others:
     return mode != "" and (mode == "break") == asynchronous
 
 
+@A_THIRD
 @MODES
 @BUDGETS
 def test_five_prompts_that_share_their_beginning_compute_1240_of_3800(mode, budget):
@@ -42,6 +43,7 @@ def test_five_prompts_that_share_their_beginning_compute_1240_of_3800(mode, budg
     assert stats["skipped_tokens"] == 2560
 
 
+@A_THIRD
 @MODES
 @BUDGETS
 def test_the_same_five_at_once_compute_1240_too(mode, budget):

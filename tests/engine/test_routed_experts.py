@@ -21,7 +21,7 @@ from megatron_hybrid.request import FinishReason, RequestEvent
 from megatron_hybrid.routed_experts import RoutedExperts
 from tests.knowing_drafter import Knowing, with_drafts
 from tests.routers import OPTIONS, Ids, Routers
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 from tests.tiny_models import make_tiny_model
 
 BUFFER = "inference_dynamic_batching_buffer_size_gb"
@@ -199,6 +199,7 @@ def test_who_is_aborted_while_preempted_has_those_from_before(routers: Routers, 
     routers.check_ids(routers.text[:40] + answer, experts)
 
 
+@A_THIRD
 @pytest.mark.parametrize("start", [0, 1, 15, 16, 39, 40])
 def test_only_from_a_position_on(routers: Routers, start: int) -> None:
     llm = routers.llm()

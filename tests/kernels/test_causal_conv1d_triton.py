@@ -139,6 +139,7 @@ GATES_AND_TYPES = usually(
 GATED = {"width": 3, "silu": False, "activation": activation}
 
 
+@A_THIRD
 @pytest.mark.parametrize(("gates", "dtype"), GATES_AND_TYPES)
 def test_gates_of_prompts_have_the_bits_of_kernels_apart(gates: str, dtype: torch.dtype) -> None:
     options = GATED | {"dtype": dtype, "gates": gates}
@@ -146,6 +147,7 @@ def test_gates_of_prompts_have_the_bits_of_kernels_apart(gates: str, dtype: torc
     check_prefill(conv, [17, 3], channels=520, **options)
 
 
+@A_THIRD
 @pytest.mark.parametrize(("gates", "dtype"), GATES_AND_TYPES)
 def test_gates_of_decodes_have_the_bits_of_kernels_apart(gates: str, dtype: torch.dtype) -> None:
     tile = conv.Tile(64, warps=1)
@@ -160,6 +162,7 @@ def test_gates_of_decodes_have_the_bits_of_kernels_apart(gates: str, dtype: torc
     check_runs(tiled, single_tokens, calls=6, **options)
 
 
+@A_THIRD
 @pytest.mark.parametrize(("gates", "dtype"), GATES_AND_TYPES)
 def test_gates_of_drafts_have_the_bits_of_kernels_apart(gates: str, dtype: torch.dtype) -> None:
     options = GATED | {"dtype": dtype, "gates": gates, "channels": 260}

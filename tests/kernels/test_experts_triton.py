@@ -36,6 +36,7 @@ def check(result: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("activation", "gated"),
     [("silu", True), ("relu2", False), ("silu", False), ("silu_to_0.25", True)],
@@ -119,6 +120,7 @@ IN_SLICES = combined(
 )
 
 
+@A_THIRD
 @pytest.mark.parametrize(("has_gate", "kind", "sizes", "tokens"), WITH_SHARED)
 def test_mix_with_a_shared_mlp(
     has_gate: bool, kind: tuple[str, bool], sizes: tuple[int, int, int], tokens: int
@@ -128,6 +130,7 @@ def test_mix_with_a_shared_mlp(
     check_shared(m, beside, has_gate)
 
 
+@A_THIRD
 @pytest.mark.parametrize(("has_gate", "kind", "sizes", "tokens"), IN_SLICES)
 def test_mix_with_a_shared_mlp_in_slices(
     has_gate: bool, kind: tuple[str, bool], sizes: tuple[int, int, int], tokens: int
@@ -261,6 +264,7 @@ FP4_CASES = [
 ]
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("tokens", "width", "inner", "beside", "words", "activation", "gated", "has_gate"),
     # Each size, activation and gate at least once.

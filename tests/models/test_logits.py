@@ -50,6 +50,7 @@ def test_logits_do_not_depend_on_the_segmentation(
     close(run_in_segments(model.ours, tokens, lengths), model.expected(tokens))
 
 
+@A_THIRD
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sequences_of_a_mixed_batch_do_not_see_each_other(tiny: Tiny, family: str) -> None:
     """Decodes, continued prefills, new prefills and a one-token prompt in one step."""
@@ -122,6 +123,7 @@ def test_drafts_change_nothing_whatever_holds(tiny: Tiny, family: str) -> None:
     close(logits, model.expected([*texts[0][:32], 3, 1, 4, 1])[32:])
 
 
+@A_THIRD
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_the_state_matters(tiny: Tiny, family: str) -> None:
     """A model whose logits ignored the past would pass the other tests with a broken cache."""
@@ -505,6 +507,7 @@ def test_a_chunk_of_many_tiles(tmp_path: Path, parallel: ParallelContext) -> Non
     close(run_in_segments(model.ours, tokens, [256, 300]), model.expected(tokens))
 
 
+@A_THIRD
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_weights_follow_float32(
     tiny: Tiny, family: str, parallel: ParallelContext

@@ -93,6 +93,7 @@ def test_every_family_has_a_shape() -> None:
     assert {folder.name for folder in FOLDERS} <= {path.stem for path in FILES}
 
 
+@A_THIRD
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_files_budgets_fit_its_gpus(path: Path, parallel: ParallelContext) -> None:
     config = EngineConfig.from_yaml(path)

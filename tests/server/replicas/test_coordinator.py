@@ -211,6 +211,7 @@ def test_the_requests_of_a_worker_that_dies_stop_counting(server: Server) -> Non
 def test_a_coordinator_that_hangs_is_not_waited_for_long(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(coordinator_client, "PAUSE_SECONDS", 60.0)  # on however slow a machine
     coordinator = server.start_coordinator()
     monkeypatch.setattr(coordinator, "_receive", lambda: time.sleep(0.01))
     asked = []
