@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.thorough import thorough
 
+from tests.thorough import thorough
 from tests.tools.test_tools import run
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tests.thorough import thorough
 
+from tests.thorough import thorough
 from tests.tools.test_tools import run
 
 SCRIPT = "examples/rl_on_policy.py"
