@@ -510,7 +510,7 @@ def test_preempted_requests_give_the_right_answers(oracle: Oracle):
             pytest.skip("A model without attention never runs out of KV blocks.")
         before = llm.stats()
         some = oracle.crowd[usually(4, 0) :]  # not the shortest
-        for prompts in usually((some,), (some, some[::-1])):
+        for prompts in (some, some[::-1]):
             oracle.check(generate(llm, prompts, params))
         stats = llm.stats()
         assert stats["preemptions"] - before["preemptions"] > 5, options

@@ -407,7 +407,7 @@ def test_an_engine_client_that_drains_takes_nothing_and_says_that_it_has_left(
 def dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.RCVTIMEO, 5000)
+    socket.setsockopt(zmq.RCVTIMEO, 30_000)  # for a machine with a lot to do
     socket.connect(endpoint)
     return socket
 
