@@ -256,6 +256,7 @@ def test_parts_are_added_in_the_order_of_experts() -> None:
     assert OrderedParts(parts, torch.tensor([[2, 7, 5]])).sum().item() == 0.0
 
 
+@A_THIRD
 @ACTIVATIONS
 @pytest.mark.parametrize("tokens", usually([3], [3, 30]))
 def test_tiles_change_no_bits(tokens: int, activation: str, gated: bool) -> None:

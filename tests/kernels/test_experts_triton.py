@@ -192,6 +192,7 @@ def test_a_shared_mlp_is_taken_in_slices_of_an_experts_size_and_by_few_tokens() 
     assert [takes(tokens, 40) for tokens in (0, 1, 4, 5)] == [False, True, True, False]
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("has_gate", "size"), combined(3, [True, False], [(2, 40), (30, 40), (5, 1100), (5, 2100)])
 )

@@ -59,6 +59,7 @@ def test_decodes_and_prompts_mix(batch_invariant: bool, workspace_bytes: int) ->
     check(attention, rope, MIXED[2:9], decodes=6)
 
 
+@A_THIRD
 @BOTH
 def test_as_it_is_by_default(batch_invariant: bool) -> None:
     shape = latent_shape(block_size=64)
@@ -90,6 +91,7 @@ def test_heads_and_latents_of_any_size(
         check(small(batch_invariant), rope, lengths, shape, nope=7, v_dim=9, turns=turned > 0)
 
 
+@A_THIRD
 @BOTH
 def test_the_first_positions_may_be_hidden(batch_invariant: bool) -> None:
     lengths = [(1, 3), (1, 70), (7, 7), (5, 40), (1, 1), (3, 100)]
@@ -100,6 +102,7 @@ def test_the_first_positions_may_be_hidden(batch_invariant: bool) -> None:
         assert not attended(small(batch_invariant), rope, step)[0].any()
 
 
+@A_THIRD
 @BOTH
 def test_fp8_latents_are_attended_to_as_they_are_stored(batch_invariant: bool) -> None:
     check(small(batch_invariant), rope, MIXED, latent_shape(kv_dtype=FP8), decodes=3)
@@ -251,6 +254,7 @@ def test_heads_of_other_sizes_are_computed_as_short_prompts_are(
     check(attention, rope, MIXED, shape, decodes=3, tolerance=5e-3, **EXPANDED)
 
 
+@A_THIRD
 @BOTH
 def test_few_queries_are_cut_by_keys(
     batch_invariant: bool, monkeypatch: pytest.MonkeyPatch

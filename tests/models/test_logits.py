@@ -83,6 +83,7 @@ def test_a_checkpoint_continues_any_text_with_the_same_prefix(tiny: Tiny, family
     close(logits, model.expected([*prefix, *first, 7])[-1:])
 
 
+@A_THIRD
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_change_nothing_whatever_holds(tiny: Tiny, family: str) -> None:
     """Decodes with drafts, of which some hold; states that are written now and then; a checkpoint
