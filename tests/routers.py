@@ -6,15 +6,17 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import PreTrainedModel
 
 from megatron_hybrid import LLM, RequestOutput
 from tests.tiny_models import make_tiny_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Ids = npt.NDArray[Any]
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import transformers
-
-from tests import glm5_next, ring_linear
-
 
 class Tiny(NamedTuple):
     """`classes`: the prefix of transformers' classes; `chunk`: the name of the kernel chunk, where
@@ -18,7 +14,9 @@ class Tiny(NamedTuple):
     values: dict[str, Any]
     chunk: str | None = None
     text: bool = False
-    source: Any = transformers  # where the classes are
+    # The module that has the classes: imported when a model is made, since it takes as long as
+    # torch, which ranks that only load one would all wait for.
+    source: str = "transformers"
     tied_scale: float = 0.1  # of an embedding that is the head, too
 
 
@@ -300,7 +298,9 @@ TINY: dict[str, Tiny] = {
         },
         "block_size",
     ),
-    "bailing_moe_linear": Tiny("RingLinear", _RING_LINEAR, "block_size", source=ring_linear),
+    "bailing_moe_linear": Tiny(
+        "RingLinear", _RING_LINEAR, "block_size", source="tests.ring_linear"
+    ),
     "bailing_moe_v2_5": Tiny(
         "RingLinear",
         _RING_LINEAR
@@ -315,7 +315,7 @@ TINY: dict[str, Tiny] = {
             "rope_interleave": True,
         },
         "block_size",
-        source=ring_linear,
+        source="tests.ring_linear",
     ),
     "lfm2": Tiny("Lfm2", _SHORT_CONV | {"block_multiple_of": 8}),
     "lfm2_moe": Tiny(
@@ -413,7 +413,7 @@ TINY: dict[str, Tiny] = {
             "hc_sinkhorn_iters": 5,
         },
         "chunk_size",
-        source=glm5_next,
+        source="tests.glm5_next",
     ),
     "bailing_hybrid": Tiny(
         "BailingHybrid", _LATENT | _EXPERTS | {"q_lora_rank": 20, "head_dim": 16}, "chunk_size"

@@ -4,18 +4,20 @@ oracle of the tests and their checkpoints."""
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
 from tests.tiny_families import TINY
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 FAMILIES = tuple(TINY)
-IN_TRANSFORMERS = tuple(name for name, tiny in TINY.items() if tiny.source is transformers)
+IN_TRANSFORMERS = tuple(name for name, tiny in TINY.items() if tiny.source == "transformers")
 ATTENTION_ONLY = ("llama", "qwen3")
 
 _COMMON: dict[str, Any] = {
@@ -44,9 +46,10 @@ def make_tiny_model(
     tiny = TINY[family]
     chunk = {} if tiny.chunk is None else {tiny.chunk: chunk_size}
     text = "Text" if tiny.text else ""
-    configuration = getattr(tiny.source, f"{tiny.classes}{text}Config")
+    source = import_module(tiny.source)
+    configuration = getattr(source, f"{tiny.classes}{text}Config")
     made = configuration(**_COMMON | tiny.values | chunk | overrides)
-    model: PreTrainedModel = getattr(tiny.source, f"{tiny.classes}ForCausalLM")(made)
+    model: PreTrainedModel = getattr(source, f"{tiny.classes}ForCausalLM")(made)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -19,6 +19,7 @@ from megatron_hybrid.cache.geometry import CacheGeometry, slots_for_budget
 from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.lease import Lease, Pin
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
+from tests.thorough import A_THIRD
 
 B = 4
 Tokens = np.ndarray
@@ -608,6 +609,7 @@ def test_lost_tokens_are_told_apart_by_their_cause(evicted: bool):
     assert lease.lost_tokens == {"state_evicted" if evicted else "state_missing": 12}
 
 
+@A_THIRD
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", ["hybrid", "attention", "recurrent"])
 def test_a_request_is_admitted_if_and_only_if_it_fits(seed: int, kind: str):

@@ -9,6 +9,7 @@ from megatron_hybrid.cache.block_hash import SequenceKeys
 from megatron_hybrid.cache.cached_state import CachedState
 from megatron_hybrid.request import SamplingParams
 from tests.engine.symbolic import expected_answer, make_engine, random_tokens
+from tests.thorough import A_THIRD
 
 B = 4
 Prefix = tuple[object, ...]  # a salt, and tokens
@@ -86,6 +87,7 @@ class Everything:
         return skip
 
 
+@A_THIRD
 @pytest.mark.parametrize("kind", ["hybrid", "attention", "recurrent"])
 @pytest.mark.parametrize("exact_ends", [True, False])
 @pytest.mark.parametrize("seed", range(3))

@@ -16,7 +16,7 @@ from megatron_hybrid.cache.hybrid_cache import HybridCache
 from megatron_hybrid.cache.lease import Lease
 from megatron_hybrid.cache.window_blocks import WindowBlocks
 from megatron_hybrid.errors import KVBlocksExhausted, StatePoolExhausted
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 B = 4
 
@@ -280,6 +280,7 @@ class Machine:
         assert self.cache.occupancy().window_free == use.window_blocks
 
 
+@A_THIRD
 @pytest.mark.parametrize("window", [1, 2, 4, 5, 11, 30])
 @pytest.mark.parametrize(
     ("attention", "recurrent"), [(True, True), (False, True), (True, False), (False, False)]

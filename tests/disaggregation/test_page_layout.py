@@ -245,6 +245,7 @@ def test_pages_of_any_split_become_those_of_any_other(name: str, folders: dict[s
         check(tiny.pages(prefill), tiny.pages(decode))
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     "options",
     [{"packed": torch.int8}, {"packed": torch.bfloat16}, {"conv": torch.bfloat16, "kv": FP8}],

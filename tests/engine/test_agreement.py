@@ -16,6 +16,7 @@ from megatron_hybrid.request import SamplingParams
 from tests.engine.symbolic import CheckedEngine, expected_answer, random_tokens
 from tests.engine.symbolic_store import SymbolicStore
 from tests.engine.test_host_tier import KINDS, engine_with
+from tests.thorough import A_THIRD
 
 RANKS = 2
 SECONDS = 60.0
@@ -91,6 +92,7 @@ def talk(engine: CheckedEngine, chats: int, turns: int) -> list[Any]:
     return [seen, {name: stats[name] for name in stats if name.startswith("tier_")}]
 
 
+@A_THIRD
 @pytest.mark.parametrize("fails", [0.0, 0.05])
 @pytest.mark.parametrize("kind", ["hybrid", "packed", "attention"])
 def test_ranks_see_the_same_however_long_their_copies_take(kind: str, fails: float) -> None:

@@ -52,8 +52,13 @@ def joint(known: Known, wanted: Any = WANTED, **options: Any) -> None:
     known.generate(known.llm(**{TOKENS: 13, REQUESTS: 4}, **options), prompts[::-1], wanted)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", usually(("nemotron_h_moe", "lfm2"), FAMILIES))
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    usually(
+        [("nemotron_h_moe", "bfloat16"), ("lfm2", "float16")],
+        [(family, dtype) for family in FAMILIES for dtype in ("bfloat16", "float16")],
+    ),
+)
 def test_in_16_bits(family: str, dtype: str, tmp_path: Path) -> None:
     make_tiny_model(family, tmp_path)
     joint(Known.at(tmp_path, LENGTHS, dtype=dtype))

@@ -9,11 +9,12 @@ from megatron_hybrid.engine.decodes import Decodes
 from megatron_hybrid.request import SamplingParams
 from tests.engine.symbolic import answer, expected_answer, make_engine, random_tokens
 from tests.engine.test_fuzz import Crowd
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 T = random_tokens(43, 3000)
 
 
+@A_THIRD
 @pytest.mark.parametrize("block_size", [4, 8, 12])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(usually(2, 40)))
@@ -44,6 +45,7 @@ def preempt_after(steps: int, length: int, **options: object) -> dict[str, int]:
     return engine.stats()
 
 
+@A_THIRD
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("drafts", [0, 1, 3, 6])
 def test_preempted_requests_go_on_from_the_last_multiple(drafts: int, asynchronous: bool) -> None:

@@ -16,6 +16,7 @@ from megatron_hybrid.engine import build_fingerprint as building
 from megatron_hybrid.errors import WeightsError
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight
 from megatron_hybrid.models.hybrid_model import HybridModel
+from tests.thorough import A_THIRD
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 OPTIONS: dict[str, Any] = {
@@ -77,6 +78,7 @@ def test_one_weight_that_is_updated_alone_changes_it(folder: Folder) -> None:
     assert llm.system_fingerprint == old
 
 
+@A_THIRD
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_of_a_model_is_in_it(family: str, folder: Folder) -> None:
     model = model_of(make(folder(family)))

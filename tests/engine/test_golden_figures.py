@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_hybrid import LLM, SamplingParams
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 from tests.tiny_models import make_tiny_model
 
 Engine = Callable[..., LLM]
@@ -83,6 +83,7 @@ def is_thorough(test: str, mode: str = "", at_once: bool | None = None, **others
     return at_once is not None and (mode == "break") == at_once
 
 
+@A_THIRD
 @MODES
 @BUDGETS
 @AT_ONCE
@@ -98,6 +99,7 @@ def test_without_exact_ends_the_five_compute_1240_of_3800(
     assert stats["skipped_tokens"] == 2560
 
 
+@A_THIRD
 @MODES
 @BUDGETS
 @AT_ONCE
@@ -125,6 +127,7 @@ def test_with_a_step_in_flight_the_five_compute_the_same(
     assert computed == expected
 
 
+@A_THIRD
 @MODES
 @pytest.mark.parametrize(
     ("exact_ends", "expected"), [(False, [256, 256, 256, 256]), (True, [256, 0, 256, 0])]
@@ -138,6 +141,7 @@ def test_prompts_that_end_on_the_grid_resume_from_each_others_end(
     assert tokens[0] == tokens[1] and tokens[2] == tokens[3]
 
 
+@A_THIRD
 @MODES
 @BUDGETS
 def test_sixteen_samples_of_40_tokens_compute_40(engine: Engine, mode: str, budget: int):

@@ -84,7 +84,7 @@ def check_thoughts(budget: ThinkingBudget, answer: list[int]) -> None:
         assert forced == list(CLOSE[: len(forced)])
 
 
-@pytest.mark.parametrize("seed", range(usually(3, 60)))
+@pytest.mark.parametrize("seed", range(60)[:: usually(58, 1)])  # of 3 families, in both ways
 def test_random_traffic(oracles: list[MTPOracle], seed: int) -> None:
     pick = np.random.default_rng(seed)
     oracle, asynchronous = oracles[seed % 3], bool(seed // 3 % 2)

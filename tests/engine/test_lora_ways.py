@@ -14,6 +14,7 @@ from tests.knowing_drafter import Knowing, with_drafts
 from tests.lora_adapters import Adapted, adapt, make_adapted
 from tests.models.conftest import random_tokens
 from tests.mtp_models import make_mtp_model
+from tests.thorough import A_THIRD, usually
 
 ADAPTERS = ["", "wide", "narrow", "narrow", "wide", ""]
 MAX_TOKENS = "inference_dynamic_batching_max_tokens"
@@ -52,7 +53,7 @@ def test_however_they_are_computed(adapted: Adapted, way: str) -> None:
     asynchronous = bool(options.pop("asynchronous", False))
     llm = with_adapters(adapted, **options)
     llm.engine.runner.asynchronous = asynchronous
-    for _ in range(2):
+    for _ in range(usually(1, 2)):
         check(adapted, llm, prompts(), ADAPTERS)
         check(adapted, llm, prompts()[::-1], ADAPTERS)
 
@@ -72,6 +73,7 @@ def test_preempted_requests_go_on_with_their_adapters(adapted: Adapted) -> None:
         assert output.token_ids == adapted.answer(prompt, 40, adapter)
 
 
+@A_THIRD
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_drafts_change_no_answer(adapted: Adapted, batch_invariant: bool) -> None:
     texts = [

@@ -12,15 +12,28 @@ from megatron_hybrid.engine import build_adapters
 from megatron_hybrid.engine.build import load_weights
 from megatron_hybrid.layers.linear import Linear
 from megatron_hybrid.models.hybrid_model import HybridModel
-from tests.engine.test_lora import ANSWER, FAMILIES, TWO, check, with_adapters
+from tests.engine.test_lora import ANSWER, TARGETS, TWO, check, with_adapters
 from tests.engine.test_sleep_adapters import wake
 from tests.engine.test_sleep_models import model_of, small_ones_move_too  # noqa: F401
 from tests.lora_adapters import Adapted, make_adapted
 from tests.models.conftest import random_tokens
+from tests.thorough import usually
 
 PROMPTS = [random_tokens(n, seed=n) for n in (37, 21, 30, 34)]
 NAMES = ["", "wide", "narrow", "wide"]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+
+
+# Of each kind of layer one, as in test_lora.py; with and without batch-invariant mode in turn.
+FEW = ("nemotron_h", "qwen3_next", "falcon_h1", "zamba2", "bailing_hybrid")
+FAMILIES = usually(FEW, TARGETS)
+
+
+def is_thorough(
+    test: str, adapted: str = "", batch_invariant: bool = False, **others: object
+) -> bool:
+    """Whether CI leaves this case out."""
+    return adapted in FEW and batch_invariant != bool(FEW.index(adapted) % 2)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from tests.engine.symbolic import CheckedEngine, expected_answer, generate, rand
 from tests.engine.symbolic_store import SymbolicStore
 from tests.engine.test_host_tier import ANSWER, KINDS, chats, counts, engine_with, give_up
 from tests.engine.test_read_ahead import ByHand
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 
 def settle(engine: CheckedEngine) -> None:
@@ -34,6 +34,7 @@ def refused(engine: CheckedEngine) -> dict[str, int]:
     return engine.context.transfers.tier.refused
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("asynchronous", "slowest"),
     usually([(False, 3), (True, 1)], [(False, 1), (False, 3), (True, 1), (True, 3)]),

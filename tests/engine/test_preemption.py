@@ -7,6 +7,7 @@ import pytest
 from megatron_hybrid.engine.waiting_queue import STEPS_PER_PRIORITY
 from megatron_hybrid.request import SamplingParams
 from tests.engine.symbolic import answer, expected_answer, make_engine, random_tokens, run
+from tests.thorough import A_THIRD
 
 T = random_tokens(41, 2000)
 pytestmark = pytest.mark.usefixtures("asynchronous")
@@ -20,6 +21,7 @@ def prompt(i: int, length: int = 10) -> list[int]:
     return T[i * 50 : i * 50 + length]
 
 
+@A_THIRD
 @pytest.mark.parametrize("exact_ends", [True, False])
 @pytest.mark.parametrize("kind", ["hybrid", "attention"])
 @pytest.mark.parametrize("cached_slots", [1, 6])

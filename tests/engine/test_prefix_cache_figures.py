@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.symbolic import generate, make_engine, random_tokens
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 T = random_tokens(1, 2000)
 U = random_tokens(2, 2000)
@@ -28,6 +28,7 @@ def is_thorough(test: str, mode: str = "", asynchronous: bool = False, **others:
     return mode != "" and (mode == "break") == asynchronous
 
 
+@A_THIRD
 @MODES
 @BUDGETS
 def test_five_prompts_that_share_their_beginning_compute_1240_of_3800(mode, budget):
@@ -42,6 +43,7 @@ def test_five_prompts_that_share_their_beginning_compute_1240_of_3800(mode, budg
     assert stats["skipped_tokens"] == 2560
 
 
+@A_THIRD
 @MODES
 @BUDGETS
 def test_the_same_five_at_once_compute_1240_too(mode, budget):
@@ -50,6 +52,7 @@ def test_the_same_five_at_once_compute_1240_too(mode, budget):
     assert engine.stats()["computed_tokens"] == 1240
 
 
+@A_THIRD
 @MODES
 @BUDGETS
 @pytest.mark.parametrize("at_once", [True, False])
@@ -82,6 +85,7 @@ def test_prompts_that_end_on_the_grid_resume_from_each_others_end(mode, budget):
     assert [len(p) - c for p, c in zip(prompts, cached, strict=True)] == [256, 256, 256, 256]
 
 
+@A_THIRD
 @MODES
 @pytest.mark.parametrize("length", range(480, 545))
 def test_the_next_turn_skips_all_that_is_on_the_grid(mode, length):

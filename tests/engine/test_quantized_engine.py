@@ -18,7 +18,7 @@ from megatron_hybrid import LLM, SamplingParams
 from megatron_hybrid.errors import ConfigurationError, WeightsError
 from megatron_hybrid.models.hybrid_model import HybridModel
 from tests.quantized_folders import FORMATS, write
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 from tests.tiny_models import make_tiny_model
 
 OPTIONS: dict[str, Any] = {
@@ -87,6 +87,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 ROUNDED = [(family, name) for family in ("nemotron_h", "qwen3_5_moe", "lfm2") for name in ROUNDINGS]
 
 
+@A_THIRD
 @pytest.mark.parametrize(("family", "quantization"), usually(ROUNDED[::3] + ROUNDED[4:], ROUNDED))
 def test_weights_are_rounded_while_they_are_read(
     family: str, quantization: str, folders: Folders

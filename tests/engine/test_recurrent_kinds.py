@@ -80,6 +80,7 @@ WAYS: dict[str, dict[str, object]] = {
 }
 
 
+@A_THIRD
 @pytest.mark.parametrize(("of", "way"), combined(3, PATTERNS, WAYS), ids=str)
 def test_kinds_share_slots_on_their_common_grid(
     tmp_path: Path,

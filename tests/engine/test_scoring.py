@@ -10,6 +10,7 @@ import pytest
 from megatron_hybrid.request import FinishReason, RequestEvent, SamplingParams
 from megatron_hybrid.scoring import kept_at, params_behind
 from tests.engine.symbolic import answer, expected_answer, generate, make_engine, random_tokens, run
+from tests.thorough import A_THIRD
 
 T = random_tokens(43, 2000)
 PROMPT = T[:101]
@@ -32,6 +33,7 @@ def score(engine: Any, *answers: list[int], prompt: list[int] = PROMPT) -> list[
     return [events[f"s{i}"][0] for i in range(len(answers))]
 
 
+@A_THIRD
 @pytest.mark.parametrize("kind", ["hybrid", "attention", "recurrent"])
 @pytest.mark.parametrize("exact_ends", [True, False])
 @pytest.mark.parametrize("max_tokens", [5, 16, 64, 256])

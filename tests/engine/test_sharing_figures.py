@@ -51,6 +51,7 @@ def test_a_burst_behind_one_beginning_computes_it_once(mode, block, chunk, exact
     assert engine.stats()["computed_tokens"] == 2048 + 32 * 1024
 
 
+@A_THIRD
 @MODES
 @SIZES
 def test_a_trickle_behind_one_beginning_computes_it_once(mode, block, chunk):

@@ -20,6 +20,7 @@ from tests.engine.symbolic import (
     random_tokens,
     run,
 )
+from tests.thorough import A_THIRD
 
 T = random_tokens(83, 1000)
 
@@ -175,6 +176,7 @@ def test_with_the_caches_awake_running_requests_keep_what_they_have():
     assert engine.stats()["preemptions"] == 0
 
 
+@A_THIRD
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("steps", range(3, 12))
 def test_states_that_were_to_be_written_later_are_forgotten(steps: int, packed: bool):

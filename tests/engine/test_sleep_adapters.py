@@ -13,6 +13,7 @@ from tests.engine.test_lora import ANSWER, TWO, check, with_adapters
 from tests.engine.test_sleep_models import model_of, small_ones_move_too  # noqa: F401
 from tests.lora_adapters import Adapted, make_adapted
 from tests.models.conftest import random_tokens
+from tests.thorough import A_THIRD
 
 PROMPTS = [random_tokens(37, seed=1), random_tokens(21, seed=2), random_tokens(30, seed=4)]
 NAMES = ["", "wide", "narrow"]
@@ -40,6 +41,7 @@ def places(llm: LLM) -> list[int]:
     return [one.data_ptr() for own in slots._weights.values() for one in (own.a, own.b)]
 
 
+@A_THIRD
 @pytest.mark.parametrize("level", [1, 2])
 def test_adapters_are_what_they_were_after_sleep(adapted: Adapted, level: int) -> None:
     """PEFT's answers, with nothing loaded again, and slots at the same addresses."""
@@ -57,6 +59,7 @@ def test_adapters_are_what_they_were_after_sleep(adapted: Adapted, level: int) -
         assert llm.engine.epoch == 1
 
 
+@A_THIRD
 @pytest.mark.parametrize("level", [1, 2])
 def test_adapters_come_and_go_while_the_engine_sleeps(adapted: Adapted, level: int) -> None:
     """A trainer sends them before it gives the memory back; nothing of the weights is read."""
@@ -73,6 +76,7 @@ def test_adapters_come_and_go_while_the_engine_sleeps(adapted: Adapted, level: i
             assert output.token_ids == adapted.answer(prompt, 12, known)
 
 
+@A_THIRD
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_stream_keeps_its_adapter_over_sleep(adapted: Adapted, level: int) -> None:
     """Its KV is computed again, with the slot that it began with, whose name is gone meanwhile."""

@@ -94,6 +94,7 @@ def test_after_an_update_answers_are_those_of_a_fresh_engine(family: str, folder
     assert llm.update_weights(tensors) == 2 and tokens(llm) == old, "and back again"
 
 
+@A_THIRD
 @pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next", "zamba2"])
 def test_some_tensors_alone_may_be_updated(family: str, folders: Folders):
     """Constants that are part of the weights (multipliers, the one of a zero-centred norm) are put
@@ -144,6 +145,7 @@ def test_abort_ends_open_streams(folders: Folders):
         assert last.finish_reason is FinishReason.ABORT and len(last.token_ids) < 12
 
 
+@A_THIRD
 @pytest.mark.parametrize("family", ["bamba", "llama"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_keep_goes_on_with_the_new_weights_and_leaves_nothing_in_the_cache(

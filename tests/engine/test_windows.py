@@ -14,6 +14,7 @@ from megatron_hybrid.engine.sizing import TILE, derive_geometry, describe
 from megatron_hybrid.kernels.paged_attention import by_key_tiles
 from megatron_hybrid.layers.inputs import KVSpec, StateSpec
 from tests.engine.symbolic import expected_answer, make_engine, random_tokens
+from tests.thorough import A_THIRD
 from tests.tiny_models import make_tiny_model
 
 WHOLE = KVSpec(4, 128, torch.bfloat16)
@@ -22,6 +23,7 @@ STATE = StateSpec((8, 3), torch.bfloat16, (4, 8), torch.float32, 16)
 BLOCK = 64 * WHOLE.bytes_per_token()
 
 
+@A_THIRD
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize(("attention", "recurrent"), [(True, True), (False, False)])

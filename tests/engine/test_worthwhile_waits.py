@@ -9,6 +9,7 @@ from megatron_hybrid.engine.twins import STEP_TOKENS, Twins
 from megatron_hybrid.request import SamplingParams
 from tests.engine import symbolic
 from tests.engine.unchecked import make_engine, random_tokens
+from tests.thorough import A_THIRD
 
 T, OWN = random_tokens(61, 40_000), random_tokens(62, 40_000)
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -42,6 +43,7 @@ def test_five_hundred_prompts_that_grow_by_8_tokens_are_not_admitted_one_a_step(
     assert computed < 16_000  # 64,000 if nobody does, 4,000 if everybody
 
 
+@A_THIRD
 @pytest.mark.parametrize("by", [1, 8, 32, 64, 100, 300])
 @pytest.mark.parametrize(("ascending", "most"), [(True, 1.02), (False, 1.3)])
 def test_it_costs_little_more_than_the_better_of_waiting_always_and_never(

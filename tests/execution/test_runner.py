@@ -17,7 +17,7 @@ from megatron_hybrid.parallel import ParallelContext
 from megatron_hybrid.request import TokenLogprob
 from tests.execution.steps import BLOCK, VOCAB, Steps, chunk
 from tests.models.conftest import TinyModel, random_tokens
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 Tiny = Callable[[str], TinyModel]
 Model = Callable[[str, torch.dtype], HybridModel]
@@ -195,6 +195,7 @@ def test_copied_tokens_are_what_the_source_held_before_the_step(steps: Steps) ->
             assert torch.equal(tensor[block], expected[block])
 
 
+@A_THIRD
 @pytest.mark.parametrize("family", ["bamba", "llama"])
 @pytest.mark.parametrize("length", [1, 2, 3, 20])
 def test_a_chunk_goes_on_from_any_position(

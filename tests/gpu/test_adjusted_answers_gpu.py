@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_hybrid import LLM, RequestOutput, SamplingParams
-from tests.engine.test_adjusted_answers import CASES, CHAT
+from tests.engine.adjusted_cases import CASES, CHAT
 from tests.gpu.test_engine_gpu import GRAPHS
 from tests.gpu.test_engine_gpu import OPTIONS as ENGINE_OPTIONS
 from tests.tiny_models import FAMILIES, make_tiny_model

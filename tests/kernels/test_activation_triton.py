@@ -9,7 +9,7 @@ import torch
 
 from megatron_hybrid.kernels.activation.reference import ACTIVATIONS
 from tests.kernels.activation_cases import LIMITED, check_activate, check_gate
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
@@ -19,6 +19,7 @@ TYPES = (torch.float32, torch.bfloat16)
 SIZES = [(columns, dtype) for columns in (1, 12, 700) for dtype in TYPES]
 
 
+@A_THIRD
 @pytest.mark.parametrize(("columns", "dtype"), usually(SIZES[::3] + SIZES[4:], SIZES))
 @pytest.mark.parametrize("tokens", [0, 1, 9])
 @pytest.mark.parametrize("gated", [False, True])
@@ -32,6 +33,7 @@ def test_gates_and_what_they_are_multiplied_with_may_be_limited(dtype: torch.dty
     check_activate(activation, LIMITED, True, 5, 12, dtype)
 
 
+@A_THIRD
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "columns"), [(0, 12), (1, 1), (9, 12), (2, 700)])
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -14,7 +14,7 @@ from megatron_hybrid.kernels.contract import DecodeRuns, DecodeSlots
 from tests.kernels.conv_cases import Conv, check_decode, check_prefill, check_runs
 from tests.kernels.runs_cases import Play
 from tests.kernels.segments import Segment, int64, poisoned, prefill_segments
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
@@ -25,12 +25,14 @@ from megatron_hybrid.kernels.causal_conv1d import triton as conv  # noqa: E402
 LENGTHS = [40, 1, 2, 0, 3, 50, 5, 1, 1, 19, 4]
 
 
+@A_THIRD
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "strided"])
 @pytest.mark.parametrize("width", [2, 3, 4, 10])
 def test_prefill(width: int, packed: bool) -> None:
     check_prefill(conv, LENGTHS, padding=3, channels=6, width=width, packed=packed)
 
 
+@A_THIRD
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_without_silu(width: int, dtype: torch.dtype) -> None:
@@ -52,6 +54,7 @@ def test_padding_tokens_give_zeros(padding: int) -> None:
 CUT = ([1] * 60, [7, 1, 30, 22], [20, 40], [59, 1])
 
 
+@A_THIRD
 @pytest.mark.parametrize(("width", "silu"), [(4, True), (3, False), (10, True)])
 @pytest.mark.parametrize("lengths", usually([CUT[1], CUT[3]], CUT))
 def test_outputs_have_the_same_bits_however_the_sequence_is_cut(
@@ -69,6 +72,7 @@ def test_outputs_have_the_same_bits_however_the_sequence_is_cut(
         position += length
 
 
+@A_THIRD
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "strided"])
 @pytest.mark.parametrize("width", [2, 3, 4, 10])
 def test_decode(width: int, packed: bool) -> None:
@@ -135,6 +139,7 @@ GATES_AND_TYPES = usually(
 GATED = {"width": 3, "silu": False, "activation": activation}
 
 
+@A_THIRD
 @pytest.mark.parametrize(("gates", "dtype"), GATES_AND_TYPES)
 def test_gates_of_prompts_have_the_bits_of_kernels_apart(gates: str, dtype: torch.dtype) -> None:
     options = GATED | {"dtype": dtype, "gates": gates}
@@ -142,6 +147,7 @@ def test_gates_of_prompts_have_the_bits_of_kernels_apart(gates: str, dtype: torc
     check_prefill(conv, [17, 3], channels=520, **options)
 
 
+@A_THIRD
 @pytest.mark.parametrize(("gates", "dtype"), GATES_AND_TYPES)
 def test_gates_of_decodes_have_the_bits_of_kernels_apart(gates: str, dtype: torch.dtype) -> None:
     tile = conv.Tile(64, warps=1)
@@ -156,6 +162,7 @@ def test_gates_of_decodes_have_the_bits_of_kernels_apart(gates: str, dtype: torc
     check_runs(tiled, single_tokens, calls=6, **options)
 
 
+@A_THIRD
 @pytest.mark.parametrize(("gates", "dtype"), GATES_AND_TYPES)
 def test_gates_of_drafts_have_the_bits_of_kernels_apart(gates: str, dtype: torch.dtype) -> None:
     options = GATED | {"dtype": dtype, "gates": gates, "channels": 260}

@@ -110,6 +110,7 @@ MIXES = [
 ]
 
 
+@A_THIRD
 @pytest.mark.parametrize(("tokens", "dtype", "activation"), usually(MIXES, ALL_MIXES))
 def test_mix(tokens: int, dtype: torch.dtype, activation: str) -> None:
     gated = activation != "relu2"
@@ -174,6 +175,7 @@ def test_what_a_shared_mlp_gave_is_added(tokens: int, width: int, has_gate: bool
     check(check_bits(m, shared=given), by_hand(m) + shared_by_hand(m, shared), BF16)
 
 
+@A_THIRD
 @ACTIVATIONS
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_a_shared_mlp_has_the_bits_of_its_products(
@@ -254,6 +256,7 @@ def test_parts_are_added_in_the_order_of_experts() -> None:
     assert OrderedParts(parts, torch.tensor([[2, 7, 5]])).sum().item() == 0.0
 
 
+@A_THIRD
 @ACTIVATIONS
 @pytest.mark.parametrize("tokens", usually([3], [3, 30]))
 def test_tiles_change_no_bits(tokens: int, activation: str, gated: bool) -> None:

@@ -16,7 +16,7 @@ if importlib.util.find_spec("triton") is None:
 from megatron_hybrid.kernels.experts import triton_prompts as prompts  # noqa: E402
 from megatron_hybrid.kernels.experts.sums import PairParts  # noqa: E402
 from tests.kernels.experts_by_hand import Mixture, by_hand, mixture, shared_out  # noqa: E402
-from tests.thorough import usually  # noqa: E402
+from tests.thorough import A_THIRD, usually  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -30,6 +30,7 @@ def check(m: Mixture) -> None:
     torch.testing.assert_close(mix(m).double(), by_hand(m), atol=1e-5, rtol=1e-5)
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("activation", "gated"),
     [("silu_to_0.25", True), ("relu2", False), ("silu", False)],
@@ -57,7 +58,7 @@ def test_one_expert_has_all(expert: int) -> None:
 @pytest.mark.parametrize("tokens", [90, 1500])
 def test_ranks_with_some_of_the_experts_add_up_to_all(tokens: int) -> None:
     m = mixture(tokens, chosen=3)
-    total = sum(mix(part, 6) for part in shared_out(m, 4))
+    total = sum(mix(part, 6) for part in shared_out(m, usually(2, 4)))
     torch.testing.assert_close(total.double(), by_hand(m), atol=1e-5, rtol=1e-5)
 
 

@@ -36,6 +36,7 @@ def check(result: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("activation", "gated"),
     [("silu", True), ("relu2", False), ("silu", False), ("silu_to_0.25", True)],
@@ -119,6 +120,7 @@ IN_SLICES = combined(
 )
 
 
+@A_THIRD
 @pytest.mark.parametrize(("has_gate", "kind", "sizes", "tokens"), WITH_SHARED)
 def test_mix_with_a_shared_mlp(
     has_gate: bool, kind: tuple[str, bool], sizes: tuple[int, int, int], tokens: int
@@ -128,6 +130,7 @@ def test_mix_with_a_shared_mlp(
     check_shared(m, beside, has_gate)
 
 
+@A_THIRD
 @pytest.mark.parametrize(("has_gate", "kind", "sizes", "tokens"), IN_SLICES)
 def test_mix_with_a_shared_mlp_in_slices(
     has_gate: bool, kind: tuple[str, bool], sizes: tuple[int, int, int], tokens: int
@@ -189,6 +192,7 @@ def test_a_shared_mlp_is_taken_in_slices_of_an_experts_size_and_by_few_tokens() 
     assert [takes(tokens, 40) for tokens in (0, 1, 4, 5)] == [False, True, True, False]
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("has_gate", "size"), combined(3, [True, False], [(2, 40), (30, 40), (5, 1100), (5, 2100)])
 )
@@ -261,6 +265,7 @@ FP4_CASES = [
 ]
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("tokens", "width", "inner", "beside", "words", "activation", "gated", "has_gate"),
     # Each size, activation and gate at least once.

@@ -15,7 +15,7 @@ from megatron_hybrid.kernels.gated_delta_rule import reference
 from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens
 from megatron_hybrid.kernels.slots import plan_decode
 from tests.kernels.segments import Segment, int64, prefill_segments
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
@@ -131,6 +131,7 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
     )
 
 
+@A_THIRD
 @pytest.mark.parametrize(("chunk", "tile"), TILES)
 @pytest.mark.parametrize("length", usually([17, 70], [1, 17, 64, 70]))
 def test_one_sequence_equals_the_token_loop(length: int, chunk: int, tile: int) -> None:
@@ -169,6 +170,7 @@ def test_dimensions_that_the_kernels_do_not_take_are_refused(k_dim: int, v_dim: 
         delta_rule.decode(*data.arguments(), state, slots)
 
 
+@A_THIRD
 @pytest.mark.parametrize(("chunk", "tile"), TILES[:3])
 @pytest.mark.parametrize(("k_heads", "beta_scale"), usually([(2, 2.0)], [(1, 1.0), (2, 2.0)]))
 def test_packed_sequences_with_checkpoints_equal_the_token_loop(
@@ -206,6 +208,7 @@ def test_packed_sequences_with_checkpoints_equal_the_token_loop(
     assert torch.equal(state[kept].nan_to_num(7.0), before[kept].nan_to_num(7.0))
 
 
+@A_THIRD
 @pytest.mark.parametrize("tile", [32, 16])
 @pytest.mark.parametrize("start", [5, 31, 32, 33, 60])
 def test_a_segment_may_start_anywhere_and_equals_the_reference(start: int, tile: int) -> None:

@@ -54,6 +54,7 @@ def triton_kernels(batch_invariant: bool = False, **options: int) -> Kernels:
     )
 
 
+@A_THIRD
 @POOLS
 def test_tokens_see_the_best_groups_and_the_tail(gated: bool) -> None:
     steps = [(0, 40, 3), (1, 0, 2), (1, 4, 1), (20, 1, 1)]
@@ -80,6 +81,7 @@ def test_groups_of_any_size_and_tokens_a_few_at_a_time() -> None:
     check(triton_kernels(scores=40), [(19, 1), (1, 11), (3, 1)], True, shape)
 
 
+@A_THIRD
 @POOLS
 def test_none_that_is_left_out_has_a_higher_score(gated: bool) -> None:
     """In float16, by what the cache holds."""

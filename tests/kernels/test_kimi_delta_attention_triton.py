@@ -15,7 +15,7 @@ from megatron_hybrid.kernels.contract import DecodeSlots
 from tests.kernels.recurrence_contract import Data, Recurrence, close
 from tests.kernels.segments import Segment, int64, prefill_segments
 from tests.kernels.test_kimi_delta_attention import BOUNDS, HEADS, draw, step
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
@@ -50,6 +50,7 @@ def run(
     return delta_rule.prefill(*data.arguments(), state, plan, out, tiling=tiling)
 
 
+@A_THIRD
 @TILES
 @pytest.mark.parametrize("length", usually([70], [1, 17, 64, 70]))
 def test_one_sequence_equals_the_token_loop(
@@ -63,6 +64,7 @@ def test_one_sequence_equals_the_token_loop(
     assert state[:2].isnan().all()
 
 
+@A_THIRD
 @pytest.mark.parametrize(("chunk", "tile"), usually([(32, 16)], [(32, 32), (32, 16)]))
 def test_packed_sequences_with_checkpoints_equal_the_token_loop(
     recurrence: Recurrence, chunk: int, tile: int

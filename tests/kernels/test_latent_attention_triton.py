@@ -59,6 +59,7 @@ def test_decodes_and_prompts_mix(batch_invariant: bool, workspace_bytes: int) ->
     check(attention, rope, MIXED[2:9], decodes=6)
 
 
+@A_THIRD
 @BOTH
 def test_as_it_is_by_default(batch_invariant: bool) -> None:
     shape = latent_shape(block_size=64)
@@ -90,6 +91,7 @@ def test_heads_and_latents_of_any_size(
         check(small(batch_invariant), rope, lengths, shape, nope=7, v_dim=9, turns=turned > 0)
 
 
+@A_THIRD
 @BOTH
 def test_the_first_positions_may_be_hidden(batch_invariant: bool) -> None:
     lengths = [(1, 3), (1, 70), (7, 7), (5, 40), (1, 1), (3, 100)]
@@ -100,6 +102,7 @@ def test_the_first_positions_may_be_hidden(batch_invariant: bool) -> None:
         assert not attended(small(batch_invariant), rope, step)[0].any()
 
 
+@A_THIRD
 @BOTH
 def test_fp8_latents_are_attended_to_as_they_are_stored(batch_invariant: bool) -> None:
     check(small(batch_invariant), rope, MIXED, latent_shape(kv_dtype=FP8), decodes=3)
@@ -129,11 +132,15 @@ def test_not_a_number_is_not_taken_for_nothing(batch_invariant: bool) -> None:
 @pytest.mark.usefixtures("dots_in_order")
 @pytest.mark.parametrize(
     "shape",
-    [
-        latent_shape(2, 16, 4, 16, first_position=1),
-        latent_shape(3, 16, 8, 16, kv_dtype=FP8),
-        *usually([], [latent_shape(2, 16, 4, 16, torch.bfloat16), latent_shape(20, 24, 8, 4)]),
-    ],
+    usually(
+        [latent_shape(3, 16, 8, 16, kv_dtype=FP8, first_position=1)],
+        [
+            latent_shape(2, 16, 4, 16, first_position=1),
+            latent_shape(3, 16, 8, 16, kv_dtype=FP8),
+            latent_shape(2, 16, 4, 16, torch.bfloat16),
+            latent_shape(20, 24, 8, 4),
+        ],
+    ),
     ids=str,
 )
 def test_bits_depend_on_the_sequence_alone(
@@ -141,7 +148,7 @@ def test_bits_depend_on_the_sequence_alone(
 ) -> None:
     """Splits are not cut by what is to do, of which one long split would be enough here."""
     monkeypatch.setattr(triton, "_ITEMS", 1)
-    check_bits(small, rope, shape, [75, 41])
+    check_bits(small, rope, shape, usually([43, 22], [75, 41]))
 
 
 # ---------------------------------------------------------------- a graph's steps
@@ -211,6 +218,7 @@ def by_head_keys(monkeypatch: pytest.MonkeyPatch) -> TritonLatentAttention:
     return small(batch_invariant=False)
 
 
+@A_THIRD
 @pytest.mark.parametrize("made_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("kv_dtype", [torch.float16, FP8])
 @pytest.mark.parametrize(("first", "block_size"), [(0, 4), (3, 24)])
@@ -223,7 +231,7 @@ def test_prompts_by_keys_of_each_head(
     attention, half = by_head_keys(monkeypatch), torch.float16
     shape = latent_shape(3, 32, 16, block_size, half, first_position=first, kv_dtype=kv_dtype)
     lengths: Lengths = [(n, keys + first) for n, keys in [*MIXED, (150, 150), (2, 300)]]
-    for decodes in (0, 3):
+    for decodes in usually((3,), (0, 3)):
         step = latent_step(lengths, shape, decodes=decodes, **EXPANDED)
         assert attention.plan(step.paged, shape).prompts is not None
         check(attention, rope, lengths, shape, decodes=decodes, tolerance=5e-3, **EXPANDED)
@@ -246,6 +254,7 @@ def test_heads_of_other_sizes_are_computed_as_short_prompts_are(
     check(attention, rope, MIXED, shape, decodes=3, tolerance=5e-3, **EXPANDED)
 
 
+@A_THIRD
 @BOTH
 def test_few_queries_are_cut_by_keys(
     batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
@@ -262,7 +271,7 @@ def test_few_queries_are_cut_by_keys(
     assert attention.plan(latent_step(MIXED, shape, decodes=3).paged, shape).few is not None
     many: Lengths = [(300, 300)]
     assert attention.plan(latent_step(many, shape, decodes=0).paged, shape).few is None
-    for decodes in (0, 2):
+    for decodes in usually((2,), (0, 2)):
         check(attention, rope, lengths, decodes=decodes)
     if batch_invariant:
         assert torch.equal(attended(attention, rope, latent_step(lengths, shape, decodes=2)), whole)

@@ -21,6 +21,7 @@ from megatron_hybrid.kernels.linear.formats import QuantizedWeight  # noqa: E402
 from megatron_hybrid.kernels.linear.triton import Tile  # noqa: E402
 from tests.kernels.dots_in_order import dots_in_order as dots_in_order  # noqa: E402
 from tests.kernels.linear_cases import FORMATS, check_multiply, some_inputs, some_weight  # noqa: E402
+from tests.thorough import A_THIRD
 
 pytestmark = pytest.mark.usefixtures("dots_in_order")
 COUNTS = (1, 5, 17, 64)  # beside all of them, which are more than any tile of few rows has
@@ -47,6 +48,7 @@ def check_rows(multiply: Callable[[Tensor], Tensor], x: Tensor) -> None:
         assert torch.equal(multiply(x[first : first + count]), whole[first : first + count]), count
 
 
+@A_THIRD
 @pytest.mark.parametrize("name", FORMATS)
 def test_bits_of_quantised_weights(name: str) -> None:
     weight, x = cancelling(name, 512)

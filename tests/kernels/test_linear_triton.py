@@ -80,6 +80,7 @@ OF_ONE_ROW = [("silu_to_0.5", True, False), ("gelu", True, True), ("relu2", Fals
 FEW_AND_MANY = [(6, 16), (70, 1000), (1030, 96), (8200, 24)]
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("rows", "columns", "activation", "gated", "has_bias"),
     usually(
@@ -225,6 +226,7 @@ def test_programs_of_few_rows_run_in_any_order(
     assert numbers == [*range(7)]
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("activation", "gated", "has_bias"),
     [

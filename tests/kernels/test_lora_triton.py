@@ -25,10 +25,12 @@ from megatron_hybrid.kernels.linear import whole_tiles as linear_by_tiles  # noq
 from megatron_hybrid.kernels.lora import triton as lora  # noqa: E402
 from megatron_hybrid.kernels.lora import triton_in_order as in_order  # noqa: E402
 from tests.kernels.dots_in_order import dots_in_order as dots_in_order  # noqa: E402
+from tests.thorough import A_THIRD
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("columns", "counts", "rank"),
     [(48, [40], 8), (600, [24, 70], 16), (1040, [100, 24, 30, 5], 3)],
@@ -45,6 +47,7 @@ def test_bfloat16(tokens: int, rank: int) -> None:
     check_add(lora.add, tokens, weights, 0.06)  # the interpreter rounds towards zero
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("counts", "slots", "rank"), [([40], 3, 8), ([70, 70], 20, 16), ([100, 24, 30, 6], 5, 3)]
 )

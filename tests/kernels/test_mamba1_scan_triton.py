@@ -18,6 +18,7 @@ from tests.kernels.segments import Segment, int64, prefill_segments
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
 from megatron_hybrid.kernels.mamba1_scan import triton as scan  # noqa: E402
+from tests.thorough import A_THIRD
 
 CHANNELS, SIZE, CHUNK = 32, 16, 16
 NARROW, MEDIUM, WIDE = scan.Tiling(2, 1), scan.Tiling(4, 1), scan.Tiling(4, 4)
@@ -96,6 +97,7 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
     )
 
 
+@A_THIRD
 @TILINGS
 @pytest.mark.parametrize("length", [1, 3, 16, 33])
 def test_one_sequence_equals_the_token_loop(length: int, tiling: scan.Tiling) -> None:
@@ -143,6 +145,7 @@ def test_any_kernel_chunk(chunk: int) -> None:
     close(state[3], states[2 * chunk])
 
 
+@A_THIRD
 @TILINGS
 def test_packed_sequences_with_checkpoints_equal_the_token_loop(tiling: scan.Tiling) -> None:
     """Starts and ends on and off the grid, segments of one to three tokens, checkpoints on the grid
@@ -176,6 +179,7 @@ def test_packed_sequences_with_checkpoints_equal_the_token_loop(tiling: scan.Til
     assert torch.equal(state[kept].nan_to_num(7.0), before[kept].nan_to_num(7.0))
 
 
+@A_THIRD
 @pytest.mark.parametrize("start", [0, 5, 15, 16, 17, 30])
 def test_a_segment_may_start_anywhere_and_equals_the_reference(start: int) -> None:
     data = Data.draw(35)

@@ -13,7 +13,7 @@ from megatron_hybrid.kernels.contract import DecodeSlots, PrefillSegments
 from megatron_hybrid.kernels.mamba2_scan import reference
 from megatron_hybrid.kernels.protocols import Mamba2Constants, Mamba2Tokens
 from megatron_hybrid.kernels.slots import plan_decode
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
@@ -133,6 +133,7 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
     )
 
 
+@A_THIRD
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("chunk", [32, 16, 24, 8])
 @pytest.mark.parametrize("length", usually([1, 33], [1, 31, 33, 64]))
@@ -145,6 +146,7 @@ def test_one_sequence_equals_the_token_loop(length: int, chunk: int, part: int |
     assert state[:2].isnan().all()
 
 
+@A_THIRD
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("dtype", usually([torch.int32], [torch.int32, torch.int64]))
 @pytest.mark.parametrize("groups", usually([2], [1, 2]))
@@ -181,6 +183,7 @@ def test_packed_sequences_with_checkpoints_equal_the_token_loop(
     assert torch.equal(state[kept].nan_to_num(7.0), before[kept].nan_to_num(7.0))
 
 
+@A_THIRD
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("start", [0, 5, 31, 32, 33, 60])
 def test_a_segment_may_start_anywhere_and_equals_the_reference(

@@ -16,6 +16,7 @@ from tests.kernels.attention_cases import (
     check_stored_fp8,
     check_windows,
 )
+from tests.thorough import A_THIRD
 
 
 def test_decodes_of_different_lengths_share_a_batch() -> None:
@@ -88,6 +89,7 @@ def test_a_token_sees_a_window() -> None:
         check_windows(reference, [one], [8, 100, 400])
 
 
+@A_THIRD
 @pytest.mark.parametrize("scattered", [True, False])
 def test_scores_may_have_a_bias_by_distance(
     scattered: bool, monkeypatch: pytest.MonkeyPatch

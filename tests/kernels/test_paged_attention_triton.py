@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 if torch.cuda.is_available():
     pytest.skip("the GPU tests run the compiled kernels", allow_module_level=True)
@@ -47,6 +47,7 @@ class SplitAttention(TritonAttention):
         return super().attend(query, cache, plan, bias, splits=self._splits)
 
 
+@A_THIRD
 @pytest.mark.parametrize("splits", usually([2, 11], [2, 3, 11, 16]))
 def test_keys_may_be_split(splits: int) -> None:
     """Parts without any key, and parts that only some queries see."""
@@ -98,6 +99,7 @@ def test_the_first_positions_may_be_hidden(splits: int) -> None:
     assert not attention.attend(step.query, step.cache, plan)[0].any()
 
 
+@A_THIRD
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_token_sees_a_window(splits: int) -> None:
     """On the kernel for prompts, and on that for decodes, with 16 bits and 8."""
@@ -109,6 +111,7 @@ def test_a_token_sees_a_window(splits: int) -> None:
         check_windows(SplitAttention(splits), decodes, [window], decodes=7, **shape)
 
 
+@A_THIRD
 @pytest.mark.parametrize("splits", [1, 3])
 def test_scores_may_have_a_bias_by_distance(splits: int) -> None:
     """Of shapes, too, whose decodes would be another kernel's."""
@@ -132,6 +135,7 @@ def test_fp8_keys_and_values_are_attended_to_as_they_are_stored() -> None:
     check(SplitAttention(3), lengths, shape, decodes=2)
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("block_size", "splits", "kv_dtype"),
     [(64, 3, FP8), (32, 3, torch.float32)] + usually([], [(32, 1, FP8), (64, 1, torch.float32)]),

@@ -19,10 +19,12 @@ from tests.kernels.pair_sum_cases import (  # noqa: E402
     of_kinds_and_types,
     of_readers,
 )
+from tests.thorough import A_THIRD
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
+@A_THIRD
 @of_kinds_and_types
 @pytest.mark.parametrize(("tokens", "width"), [(0, 40), (5, 40), (3, 1100)])
 def test_sums_and_their_norms(tokens: int, width: int, kind: Any, types: Any) -> None:

@@ -14,6 +14,7 @@ if importlib.util.find_spec("triton") is None:
 
 from megatron_hybrid.kernels.experts import pairs  # noqa: E402
 from tests.kernels.groups_by_hand import check_groups  # noqa: E402
+from tests.thorough import A_THIRD
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -33,6 +34,7 @@ def test_groups_of_few_pairs_some_of_which_are_elsewhere(rows: int) -> None:
     check_groups(torch.full_like(ids, 4), 5, rows)
 
 
+@A_THIRD
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("pieces", [3, 128])
 def test_groups_of_many_pairs(

@@ -21,11 +21,13 @@ if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
 from megatron_hybrid.kernels.linear import one_row  # noqa: E402
 from megatron_hybrid.kernels.mamba1_scan import triton_decode, triton_projected  # noqa: E402
 from megatron_hybrid.kernels.norm import triton as norm  # noqa: E402
+from tests.thorough import A_THIRD
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 NORMED = pytest.mark.parametrize("normed", [True, False], ids=["normed", "as it is"])
 
 
+@A_THIRD
 @NORMED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("channels", "rank", "size"), [(16, 256, 16), (24, 40, 4), (8, 5, 64)])

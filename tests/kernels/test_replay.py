@@ -26,7 +26,7 @@ from tests.kernels import (
 from tests.kernels.recurrence_contract import Data, Recurrence, close
 from tests.kernels.replay_cases import wider
 from tests.kernels.segments import Segment, int64, poisoned, prefill_segments
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 CHUNKS = (1, 4, 16)
 DRAFTS = 5
@@ -177,6 +177,7 @@ def texts_of(kind: Kind, chunk: int, lengths: tuple[int, ...]) -> list[Text]:
     return [Text.drawn(kind, n, chunk, 10 + i) for i, n in enumerate(lengths)]
 
 
+@A_THIRD
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_a_sequence_at_once_has_the_token_loop_s_values(kind: Kind, chunk: int) -> None:
     for length in (1, 3, 4, 15, 16, 17, 48, 53):
@@ -326,6 +327,7 @@ class Session:
                 assert torch.equal(self.state[text.slot], text.states[text.folded])
 
 
+@A_THIRD
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("seed", range(usually(3, 30)))
 def test_any_calls_give_the_same_bits(kind: Kind, chunk: int, seed: int) -> None:

@@ -28,6 +28,7 @@ from tests.kernels.rope_cases import (  # noqa: E402
     check_turn,
     projected,
 )
+from tests.thorough import A_THIRD
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -55,6 +56,7 @@ def test_what_a_layer_without_a_cache_takes(
     check_turn(rope, 3, 16, rotary_dim, norm_dtype, dtype=BF16, tolerance=0.1)
 
 
+@A_THIRD
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 3, 24), (5, 1, 256), (3, 3, 1100)])
 @pytest.mark.parametrize("kv_dtype", [F32, FP8])
 def test_heads_of_any_number_and_size(

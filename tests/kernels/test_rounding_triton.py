@@ -13,8 +13,10 @@ if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
 from megatron_hybrid.kernels.activation import triton as activation  # noqa: E402
 from megatron_hybrid.kernels.norm import triton as norm  # noqa: E402
+from tests.thorough import A_THIRD
 
 
+@A_THIRD
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("size", [96, 512])
 @pytest.mark.parametrize("reader", READERS)

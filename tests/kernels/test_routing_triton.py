@@ -27,6 +27,7 @@ from tests.thorough import A_THIRD  # noqa: E402
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
+@A_THIRD
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # with equal logits among 16 bits
 @pytest.mark.parametrize("num_experts", [8, 11, 64, 512])

@@ -67,6 +67,7 @@ def test_single_tokens_equal_the_token_loop(recurrence: Recurrence, seed: int) -
     check_runs(recurrence, Play(seed, count=3, ring_length=4, most=1), padding=seed, calls=8)
 
 
+@A_THIRD
 @pytest.mark.parametrize(("size", "block_p"), [(8, 16), (64, 8), (64, 16)])
 def test_mamba2s_programs_may_have_any_rows(size: int, block_p: int) -> None:
     kernel = SimpleNamespace(decode_runs=partial(mamba2.decode_runs, block_p=block_p))
@@ -102,6 +103,7 @@ class Counted:
         return self.kernel[grid]
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("dtype", "state_dtype", "seed"),
     [
@@ -155,6 +157,7 @@ def test_the_delta_rules_single_tokens_are_those_of_its_runs(
         number += 1
 
 
+@A_THIRD
 @pytest.mark.parametrize(("seed", "width"), [(0, 2), (1, 3), (2, 4), (3, 10)])
 def test_convolutions_equal_the_loop_by_hand(seed: int, width: int) -> None:
     options = {"bias": seed % 2 == 0, "packed": seed % 3 == 0}
@@ -162,6 +165,7 @@ def test_convolutions_equal_the_loop_by_hand(seed: int, width: int) -> None:
     conv_cases.check_runs(conv, play, seed != 1, calls=6, channels=260, width=width, **options)
 
 
+@A_THIRD
 @pytest.mark.parametrize("seed", range(3))
 def test_convolutions_of_single_tokens_equal_the_loop_by_hand(seed: int) -> None:
     """With padding behind them."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_hybrid.kernels.sampling import reference
 from megatron_hybrid.kernels.sampling.protocol import Filters
 from tests.kernels.sampling_cases import Draws, check_argmax, check_draws
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
     pytest.skip("for machines with triton and without CUDA", allow_module_level=True)
@@ -45,6 +45,7 @@ def draw_small(logits: Tensor, filters: Filters, point: Tensor) -> Tensor:
 small = SimpleNamespace(draw=draw_small)
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("rows", "vocabulary", "dtype"),
     [(8, 1, torch.float32), (25, 7, torch.float16), (25, 300, torch.float32)]
@@ -70,6 +71,7 @@ def test_flat_and_peaked_rows(scale: float, top_k: int) -> None:
     check_draws(small, draws, SLACK)
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"),
     [(6, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.3), (6, 1.0, 0.7), (0, 0.95, 0.7)],

@@ -71,6 +71,7 @@ def check_slots(stored: Tensor, exact: Tensor, positions: dict[int, int]) -> Non
         assert not torch.equal(stored[slot], exact[slot].half())  # to the nearest
 
 
+@A_THIRD
 def test_prompts(recurrence: Recurrence) -> None:
     segments = [
         Segment(0, 37, 0, 2, [(16, 3), (32, 4)]),

@@ -18,7 +18,7 @@ from megatron_hybrid.kernels.experts import whole_tiles as experts_by_tiles
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights
 from megatron_hybrid.kernels.linear import whole_tiles
 from megatron_hybrid.kernels.linear.whole_tiles import TILE_ROWS, linear, places_matter
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 from tests.tiny_models import make_tiny_model
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -32,6 +32,7 @@ def drawn(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@A_THIRD
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("inputs", WIDTHS)
 def test_rows_are_alike_beside_any_others(inputs: int, dtype: torch.dtype) -> None:

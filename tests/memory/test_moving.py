@@ -17,7 +17,7 @@ from megatron_hybrid.memory.arena import Arena
 from megatron_hybrid.memory.moving import move_in
 from megatron_hybrid.memory.pages import HostPages
 from megatron_hybrid.models.hybrid_model import HybridModel
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 
@@ -40,6 +40,7 @@ def held(model: HybridModel) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     "family", usually(["nemotron_h_moe", "jamba", "qwen3_5", "zamba2", "lfm2", "llama"], FAMILIES)
 )

@@ -22,6 +22,7 @@ from megatron_hybrid.models.config import BlockForm, HybridModelConfig
 from megatron_hybrid.models.hidden import Hidden
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext, RankGroup
+from tests.thorough import A_THIRD
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 
@@ -60,6 +61,7 @@ class Twice(RankGroup):
         return tensor + tensor
 
 
+@A_THIRD
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("forms", CHAINS)
 def test_norms_are_where_the_forms_say(

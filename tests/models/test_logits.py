@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import TinyModel, load, random_tokens
 from tests.models.driver import Driver, Segment, run_in_segments
+from tests.thorough import A_THIRD, combined
 from tests.tiny_models import ATTENTION_ONLY, FAMILIES
 
 HYBRIDS = tuple(f for f in FAMILIES if f not in ATTENTION_ONLY)
@@ -31,19 +32,25 @@ def test_logits_of_a_whole_prompt(tiny: Tiny, family: str) -> None:
     close(run_in_segments(model.ours, tokens, []), model.expected(tokens))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "lengths",
-    [[16, 32], [5, 30, 2], [1, 2, 3, 17], [40] + [1] * 34],
-    ids=["on the grid", "off the grid", "shorter than the window", "prefill and decode"],
-)
+SEGMENTATIONS = {
+    "on the grid": [16, 32],
+    "off the grid": [5, 30, 2],
+    "shorter than the window": [1, 2, 3, 17],
+    "prefill and decode": [40] + [1] * 34,
+}
+
+
+# In CI each family has one or two of them.
+@pytest.mark.parametrize(("family", "segmentation"), combined(3, FAMILIES, SEGMENTATIONS))
 def test_logits_do_not_depend_on_the_segmentation(
-    tiny: Tiny, family: str, lengths: list[int]
+    tiny: Tiny, family: str, segmentation: str
 ) -> None:
     model, tokens = tiny(family), random_tokens(75, seed=1)
+    lengths = SEGMENTATIONS[segmentation]
     close(run_in_segments(model.ours, tokens, lengths), model.expected(tokens))
 
 
+@A_THIRD
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sequences_of_a_mixed_batch_do_not_see_each_other(tiny: Tiny, family: str) -> None:
     """Decodes, continued prefills, new prefills and a one-token prompt in one step."""
@@ -76,6 +83,7 @@ def test_a_checkpoint_continues_any_text_with_the_same_prefix(tiny: Tiny, family
     close(logits, model.expected([*prefix, *first, 7])[-1:])
 
 
+@A_THIRD
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_change_nothing_whatever_holds(tiny: Tiny, family: str) -> None:
     """Decodes with drafts, of which some hold; states that are written now and then; a checkpoint
@@ -116,6 +124,7 @@ def test_drafts_change_nothing_whatever_holds(tiny: Tiny, family: str) -> None:
     close(logits, model.expected([*texts[0][:32], 3, 1, 4, 1])[32:])
 
 
+@A_THIRD
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_the_state_matters(tiny: Tiny, family: str) -> None:
     """A model whose logits ignored the past would pass the other tests with a broken cache."""
@@ -128,6 +137,7 @@ def test_the_state_matters(tiny: Tiny, family: str) -> None:
     assert (logits - model.expected(tokens)[30:]).abs().max() > 0.05
 
 
+@A_THIRD
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_only_the_rows_asked_for_have_logits(tiny: Tiny, family: str) -> None:
     """None at all in a step whose prompts all go on."""
@@ -498,6 +508,7 @@ def test_a_chunk_of_many_tiles(tmp_path: Path, parallel: ParallelContext) -> Non
     close(run_in_segments(model.ours, tokens, [256, 300]), model.expected(tokens))
 
 
+@A_THIRD
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_weights_follow_float32(
     tiny: Tiny, family: str, parallel: ParallelContext

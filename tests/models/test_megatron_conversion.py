@@ -30,6 +30,7 @@ from megatron_hybrid.models.checkpoints.updates import update_model
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import load
 from tests.models.driver import run_in_segments
+from tests.thorough import A_THIRD
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -148,6 +149,7 @@ def test_a_tied_head_has_to_be_the_embedding(tmp_path: Path, parallel: ParallelC
 # ------------------------------------------------------------------ there and back
 
 
+@A_THIRD
 @pytest.mark.parametrize("family", EXPRESSIBLE)
 def test_there_and_back_is_the_same_bit_for_bit(family: str, tmp_path: Path) -> None:
     source, megatron, back = (tmp_path / name for name in ("hf", "megatron", "back"))

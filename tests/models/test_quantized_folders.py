@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
 from tests.quantized_folders import FORMATS, KEY_SCALE, VALUE_SCALE, linears, read, write
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 from tests.tiny_models import make_tiny_model
 
 FAMILIES = (
@@ -86,6 +86,7 @@ def test_transformers_loads_every_oracle(make: Make, family: str, format: str) -
     assert not hasattr(model.config, "quantization_config")
 
 
+@A_THIRD
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("family", usually(("nemotron_h",), FAMILIES))
 def test_stored_numbers_mean_the_oracles_weights(make: Make, family: str, format: str) -> None:
@@ -151,6 +152,7 @@ def _decoded_qweight(parts: dict[str, Tensor], n: int, k: int, config: dict[str,
     return (number - zero) * float(parts["scales"][group, n])
 
 
+@A_THIRD
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("family", usually(("qwen3_5_moe",), FAMILIES))
 def test_weights_change_by_the_formats_rounding_alone(make: Make, family: str, format: str) -> None:
@@ -254,6 +256,7 @@ def test_groups_in_the_order_of_activations_are_of_any_columns(make: Make, forma
     assert [groups.count(group) for group in range(8)] == [16] * 8
 
 
+@A_THIRD
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("family", usually(("qwen3_5_moe",), FAMILIES))
 def test_what_is_left_is_what_the_config_leaves(make: Make, family: str, format: str) -> None:

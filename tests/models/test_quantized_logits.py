@@ -18,7 +18,7 @@ from tests.models.conftest import load, random_tokens
 from tests.models.driver import run_in_segments
 from tests.quantized_folders import FORMATS, stack_experts, write
 from tests.rounded_activations import RoundedActivations
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 SHOWN = ("nemotron_h", "qwen3_5_moe", "lfm2")  # of those whose inputs are rounded
@@ -128,6 +128,7 @@ def test_weights_alone_are_computed_with_exactly(make: Make, family: str, format
         close(run_in_segments(model.ours, tokens, lengths), expected, 2e-5)
 
 
+@A_THIRD
 @pytest.mark.parametrize(("family", "format"), usually(SOME_ROUNDED, SEVERAL_ROUNDED))
 def test_inputs_are_rounded_as_the_format_says(make: Make, family: str, format: str) -> None:
     model = make(family, format)

@@ -16,6 +16,7 @@ from megatron_hybrid.models.families.registry import FAMILIES
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
 from tests.parallel.pretend import first_of
+from tests.thorough import A_THIRD
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FOLDERS = sorted(path.parent for path in CONFIGS.glob("models/*/config.json"))
@@ -75,6 +76,7 @@ def shape_of(
         )  # fmt: skip
 
 
+@A_THIRD
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_shape_has_as_many_parameters_as_are_published(
     folder: Path, parallel: ParallelContext
@@ -91,6 +93,7 @@ def test_every_family_has_a_shape() -> None:
     assert {folder.name for folder in FOLDERS} <= {path.stem for path in FILES}
 
 
+@A_THIRD
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_files_budgets_fit_its_gpus(path: Path, parallel: ParallelContext) -> None:
     config = EngineConfig.from_yaml(path)

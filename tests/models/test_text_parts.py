@@ -20,6 +20,7 @@ from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import TinyModel, load, random_tokens
 from tests.models.driver import run_in_segments
+from tests.thorough import A_THIRD
 from tests.tiny_models import draw, make_tiny_model
 
 Tiny = Callable[[str], TinyModel]
@@ -163,6 +164,7 @@ def check_text(model: PreTrainedModel, folder: Path, parallel: ParallelContext) 
     torch.testing.assert_close(found, expected, atol=2e-5 * scale, rtol=2e-5)
 
 
+@A_THIRD
 @pytest.mark.parametrize("kind", WHOLES)
 def test_texts_have_the_whole_models_logits(
     tmp_path: Path, parallel: ParallelContext, kind: str

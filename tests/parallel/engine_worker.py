@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_hybrid import LLM, SamplingParams
 from megatron_hybrid.cache.geometry import GIB
-from tests.engine.test_adjusted_answers import CASES, CHAT, OPTIONS
+from tests.engine.adjusted_cases import CASES, CHAT, OPTIONS
 
 Answers = dict[str, list[list[Any]]]
 

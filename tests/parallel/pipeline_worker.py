@@ -28,6 +28,8 @@ from megatron_hybrid.models.checkpoints.weights import load_model
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext, initialize
 from megatron_hybrid.rank_layout import ParallelSizes
+from tests.engine.adjusted_cases import CASES, CHAT
+from tests.engine.adjusted_cases import OPTIONS as ADJUSTED
 from tests.parallel.worker import mixed_steps
 
 BLOCK_SIZE = 16
@@ -139,9 +141,6 @@ def _told(output: RequestOutput) -> list[Any]:
 def adjusted_answers(tensor: int, pipeline: int) -> dict[str, list[Any]]:
     """[tokens, why it ended] of answers with penalties, biases, bans and grammars, all at once, by
     the model that ships."""
-    from tests.engine.test_adjusted_answers import CASES, CHAT
-    from tests.engine.test_adjusted_answers import OPTIONS as ADJUSTED
-
     options = ADJUSTED | {
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": pipeline,

@@ -47,6 +47,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return [client.complete(), client.chat()]
 
 
+@thorough  # test_faults.py: the script for several
 def test_the_script_for_one_gpu_answers_like_the_library(alone: list[str]) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
     (found,) = LLM(device="cpu").generate([PROMPT], greedy, progress=False)

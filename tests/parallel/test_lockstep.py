@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
 # In one launch each: starting processes takes longer than what they do.
 ON_TWO_RANKS = {
-    "expert 2": Layout(EXPERT_2, ("nemotron_h_moe", "zaya", "inkling")),
+    "expert 2": Layout(EXPERT_2, ("zaya",)),
     "expert tensor 2": Layout({"expert_tensor_parallel_size": 2}, ("qwen3_next",)),
     "expert 2 among tensor 2": Layout(
         TENSOR_2 | EXPERT_2 | {"expert_tensor_parallel_size": 1}, ("nemotron_h_moe",)

@@ -33,6 +33,7 @@ from megatron_hybrid.models.stages import split_evenly
 from megatron_hybrid.parallel import ParallelContext, initialize
 from tests.models.driver import Driver, Segment
 from tests.parallel.worker import mixed_steps
+from tests.thorough import A_THIRD
 from tests.tiny_models import make_tiny_model
 
 # ------------------------------------------------------------------- the split
@@ -233,6 +234,7 @@ class Overwriting:
         return normed, residual.copy_(total)
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("family", "dtype", "overrides"),
     [

@@ -11,9 +11,10 @@ import pytest
 from tests.parallel.ranks import run_on_two_ranks
 from tests.parallel.routed_worker import PROMPTS
 from tests.routers import Routers
+from tests.thorough import usually
 
 
-@pytest.mark.parametrize("split", ["tensor", "expert"])
+@pytest.mark.parametrize("split", usually(["expert"], ["tensor", "expert"]))
 def test_both_ranks_know_all_of_them(tmp_path: Path, split: str) -> None:
     routers = Routers.of("nemotron_h_moe", tmp_path / "model")
     flag = f"{split}_model_parallel_size"

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.thorough import thorough
 from tests.tools.test_tools import run
 
 
+@thorough
 def test_steps_and_prompts_with_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = (
         "--max-loras", 2, "--max-lora-rank", 4, "--steps", 2, "--prompt", 20, "--repeats", 1,

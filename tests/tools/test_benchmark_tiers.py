@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.thorough import usually
+from tests.thorough import thorough, usually
 from tests.tools.test_tools import run
 
 CACHES = """
@@ -18,6 +18,7 @@ CACHES = """
 LOADS = usually("resume,replay,decodes", "resume,replay,decodes,chats")
 
 
+@thorough
 def test_loads_come_back_from_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = "--load-names", LOADS, "--scale", 0.02, "--prefix-caching-host-gb", 0.5, *CACHES
     path = tmp_path / "out.json"

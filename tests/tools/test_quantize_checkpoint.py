@@ -17,7 +17,7 @@ from megatron_hybrid.parallel import ParallelContext, initialize
 from tests.models.conftest import load, random_tokens
 from tests.models.driver import run_in_segments
 from tests.quantized_folders import read
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 # Experts one by one, or in one tensor with gates, as the family or transformers has them; a layer
@@ -31,6 +31,7 @@ def alone() -> ParallelContext:
     return initialize()
 
 
+@A_THIRD
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("family", usually(SOME, FAMILIES))
 def test_the_engine_reads_it_with_the_error_of_the_rounding(

@@ -317,6 +317,7 @@ def test_a_start_is_measured_to_its_first_token(monkeypatch, capfd):
 # ------------------------------------------------------------------- sleep
 
 
+@thorough  # tests/engine/test_sleep*.py
 def test_sleep_is_measured_and_answers_are_the_same(monkeypatch, capsys, tmp_path):
     figures = tmp_path / "figures.json"
     flags = ("--device", "cpu", "--json", figures)

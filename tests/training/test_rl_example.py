@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.thorough import thorough
 from tests.tools.test_tools import run
 
 SCRIPT = "examples/rl_on_policy.py"
@@ -50,6 +51,7 @@ def test_trainer_and_rollout_have_the_same_bits_while_weights_change(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@thorough
 def test_without_the_mode_they_differ_and_the_server_may_lend_its_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,7 @@ from megatron_hybrid.reference_model import path as reference_model
 from megatron_hybrid.server.cli import argument_parser
 from megatron_hybrid.weight_transfer.groups import GroupAddress, TorchGroup
 from tests.server.running import ROOT, ServerProcess, http_server
+from tests.thorough import thorough
 from tests.training import slime_doubles
 
 FLAGS = {"device": "cpu", "inference_dynamic_batching_buffer_size_gb": 0.05, "dtype": "float32"}
@@ -191,6 +192,7 @@ def test_steps_of_a_trainer_that_shares_the_device(
         engine.health_generate()
 
 
+@thorough
 def test_an_engine_that_runs_already_needs_no_code(ours: Any) -> None:
     """--rollout-external-engine-addrs: slime asks what it is, and compares what it expects."""
     command = ("-m", "megatron_hybrid.cli", "serve", *as_flags({**FLAGS, "port": 0}))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_hybrid import LLM, SamplingParams, reference_model
 from tests.server.running import ROOT
+from tests.thorough import thorough
 from tests.training import verl_doubles
 
 EXAMPLES = ROOT / "examples" / "rl"
@@ -221,6 +222,7 @@ def test_a_trainer_on_the_same_device(
     run(ours, config, "hybrid", scenario)
 
 
+@thorough  # http/tokens/test_rollouts_of_a_model.py
 def test_a_trainer_elsewhere_goes_on_with_what_was_aborted(
     ours: Any,
     make_config: Callable[..., Any],

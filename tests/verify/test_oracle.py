@@ -21,7 +21,7 @@ from megatron_hybrid.verify.oracle import Oracle, OracleUnavailable, ties_layers
 from megatron_hybrid.verify.rounding import Roundings
 from tests.models.test_text_parts import make_whole
 from tests.quantized_folders import FORMATS, write
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 CPU = torch.device("cpu")
@@ -62,6 +62,7 @@ def test_whole_and_layer_by_layer_it_is_transformers(family: str, tmp_path: Path
         assert_same(ours(tmp_path, by_layer=True), expected)
 
 
+@A_THIRD
 @pytest.mark.parametrize("kind", ["lfm2_vl", "nemotron_h_omni", "qwen3_5", "granite_speech"])
 def test_of_a_model_that_sees_it_is_the_text_part(kind: str, tmp_path: Path) -> None:
     model = make_whole(kind, tmp_path)

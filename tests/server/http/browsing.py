@@ -22,9 +22,10 @@ expect = playwright.expect
 PATIENCE_MS = 30_000
 expect.set_options(timeout=PATIENCE_MS)
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
+# Of the first a window costs a tenth of a second, of the others, which draw their own bars for
+# nobody, more than one.
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 IMAGES = ROOT / "docs" / "images"
 WRITE_IMAGES = bool(os.environ.get("MEGATRON_HYBRID_WRITE_IMAGES"))  # set it to renew those there

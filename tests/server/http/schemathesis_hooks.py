@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from itertools import count
 from typing import Any
 
 import schemathesis
@@ -33,6 +35,19 @@ _DEEPER = (
     *("input_ids", "sampling_params", "logprob_start_len", "top_logprobs_num", "return_logprob"),
     *("lora_path", "lora_name", "rid"),
 )
+
+
+# Of the cases at the edges of fields, many thousands, CI sends a fifth, the same ones in each run.
+# Routes that have the same fields take turns.
+_SHARE = 1 if os.environ.get("TESTS") == "all" else 5
+_cases = count()
+
+
+@schemathesis.hook
+def filter_case(context: Any, case: Any) -> bool:
+    """Whether this case is sent."""
+    at_edges = case.meta is not None and case.meta.phase.name.value == "coverage"
+    return not at_edges or next(_cases) % _SHARE == 0
 
 
 @schemathesis.hook

@@ -12,6 +12,7 @@ from flask.testing import FlaskClient
 from megatron_hybrid.request import Grammar
 from megatron_hybrid.server.http.protocol.constraints import MAX_RULES
 from tests.server.fake_engine import FakeEngine
+from tests.thorough import A_THIRD
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -278,6 +279,7 @@ def test_beside_tools_only_a_schema_goes(reference_http: FlaskClient) -> None:
         assert refused is None or found["error"]["param"] == refused
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     ("fields", "matches"),
     [

@@ -22,6 +22,7 @@ from megatron_hybrid.server.options import ServerOptions
 from tests.server.conftest import RunningLoop
 from tests.server.fake_engine import FakeEngine
 from tests.server.running import ServerProcess, wait_until
+from tests.thorough import thorough
 from tests.tiny_models import make_tiny_model
 
 Post = Callable[..., tuple[int, Any]]
@@ -230,6 +231,7 @@ def test_two_front_ends_wait_for_the_same_pause(running: RunningLoop, engine: Fa
         other.close()
 
 
+@thorough  # tests/training: real servers do
 def test_a_real_server_changes_its_weights(tmp_path: Path, tokenizer_folder: Path):
     """Its answers are those of a model that was loaded with them."""
     for name, seed in (("a", 1), ("b", 2)):

@@ -233,11 +233,6 @@ def test_what_the_server_refuses_is_said_and_the_next_question_is_served(at_home
 
 
 @needs_browser
-@needs_browser
-@needs_browser
-@needs_browser
-@needs_browser
-@needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_stand_out_from_their_ground(
     site: Site, visit: Callable[..., Visit], scheme: str

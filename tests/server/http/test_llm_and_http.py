@@ -11,10 +11,12 @@ from flask.testing import FlaskClient
 from megatron_hybrid import LLM, SamplingParams
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
+from tests.thorough import A_THIRD
 
 LETTERS = "x!abcdefgh"  # a token each
 
 
+@A_THIRD
 @pytest.mark.parametrize(
     "end",
     [

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
+from tests.thorough import A_THIRD
+
 COMPLETION = "/v1/completions"
 PROMPT = "The code of the north gate is 7313 – naïve 日本. Where is the gate"
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -36,6 +38,7 @@ def tokenized(http: FlaskClient, prompt: str) -> list[int]:
     return list(http.post("/tokenize", json={"prompt": prompt}).get_json()["tokens"])
 
 
+@A_THIRD
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 20.0])  # 20: any token, also parts of characters

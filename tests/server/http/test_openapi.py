@@ -19,18 +19,16 @@ from tests.server.running import ROOT, ServerProcess
 from tests.thorough import usually
 
 # Random cases for each route, besides those at the edges of every field, of which there are about
-# a hundred a route. SCHEMATHESIS_EXAMPLES=60 makes 2,600 cases in all.
+# a hundred a route (schemathesis_hooks.py sends some). SCHEMATHESIS_EXAMPLES=60 makes 2,600 cases.
 EXAMPLES = os.environ.get("SCHEMATHESIS_EXAMPLES", usually("3", "5"))
 FAKE = ("-m", "tests.server.fake_server", "--tokenizer")
 # They take the same bodies as the routes beside them.
 LEFT_OUT = usually("^/v1/messages/count_tokens$|/render$", "^$")
 CONTROL = f"^({'|'.join(path for path in CONTROL_PATHS if path != '/reset_prefix_cache')})$"
 KEY = "a-key"
-ANSWERS = "^/v1/(chat/|completions|responses|messages)"
 # A paused server answers nobody, so the routes that pause come last.
 WAYS = {
-    "answers": ("--include-path-regex", ANSWERS, "--exclude-path-regex", LEFT_OUT),
-    "others": ("--exclude-path-regex", f"{ANSWERS}|{CONTROL}|{LEFT_OUT}"),
+    "others": ("--exclude-path-regex", f"{CONTROL}|{LEFT_OUT}"),
     "control": ("--include-path-regex", CONTROL),
 }
 

@@ -10,6 +10,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from tests.server.conftest import reference_server
+from tests.thorough import A_THIRD, usually
 
 CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "You are Nora. The code of the north gate is 7313. " * 4}
@@ -59,7 +60,7 @@ def ask(http: FlaskClient, messages: list[dict[str, Any]], **more: Any) -> Any:
 
 
 # The model is sure of itself: only the last one gives tokens that its text is not encoded to.
-@pytest.mark.parametrize("temperature", [0.0, 1.5, 20.0])
+@pytest.mark.parametrize("temperature", usually([0.0, 20.0], [0.0, 1.5, 20.0]))
 def test_a_turn_finds_all_of_the_one_before_it(http: FlaskClient, temperature: float) -> None:
     messages: list[dict[str, Any]] = [SYSTEM, user(f"Who are you, at {temperature}?")]
     computed = None
@@ -126,6 +127,7 @@ def streamed(http: FlaskClient, body: dict[str, Any]) -> dict[str, Any]:
     return {"message": message, "finish_reason": reason}
 
 
+@A_THIRD
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "weather"}}]

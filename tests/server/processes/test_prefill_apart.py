@@ -14,6 +14,7 @@ import pytest
 
 from bench.ports import free_address, free_port
 from tests.server.running import ROOT, ServerProcess, wait_until
+from tests.thorough import thorough
 
 pytest.importorskip("nixl_cu13", reason="needs NIXL")
 
@@ -70,6 +71,7 @@ def ask(url: str, question: str) -> dict[str, Any]:
     return usage
 
 
+@thorough  # test_handing_over.py, test_disaggregation_proxy.py: with less than three servers
 def test_nothing_of_a_prompt_is_computed_where_it_is_answered(
     proxy: tuple[str, ServerProcess],
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 from megatron_hybrid import reference_model
 from tests.server import test_named_models as named
 from tests.server.running import ROOT, ServerProcess
+from tests.thorough import thorough
 
 COMMAND = ("-m", "megatron_hybrid.cli", "serve", str(reference_model.path()))
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -70,6 +71,7 @@ def test_a_name_on_the_hub_is_downloaded_and_served(
             assert f"{named.NAME} is read from {tmp_path}" in server.output
 
 
+@thorough  # test_end_to_end.py: another sentence
 def test_a_file_that_is_no_template_ends_the_start_in_a_sentence(tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{% for")

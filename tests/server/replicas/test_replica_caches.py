@@ -124,6 +124,7 @@ def joint() -> int:
     return skipped
 
 
+@thorough  # tests/tools/simulation
 @pytest.mark.parametrize(
     "policy", ["longest_prefix", pytest.param("load_balanced", marks=thorough)]
 )

@@ -11,7 +11,7 @@ from simulation.driver import Simulation
 from simulation.policies import POLICIES
 from simulation.pools import SHAPES, divide_pool, unlimited_pool
 from simulation.traces import make_trace
-from tests.thorough import usually
+from tests.thorough import A_THIRD, usually
 
 SHAPE = SHAPES["nemotron-h-8b"]
 GIB = 2**30
@@ -82,6 +82,7 @@ def test_rows_that_are_preempted_while_they_are_parked_are_brought_back():
     assert simulation.result.preemptions > 0
 
 
+@A_THIRD
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_is_held_after_the_last_answer(policy):
     simulation, skipped = simulate("mixed", 150, divide_pool(SHAPE, 30 * GIB, 0.7), policy)

@@ -107,6 +107,7 @@ class Checked(DynamoKV):
         self._caches[replica].apply(events_of(changes))
 
 
+@A_THIRD
 @pytest.mark.parametrize(("scale", "clients"), [(1.0, 24), (4.0, 24), (1.0, 2)])
 def test_dynamos_sum_is_the_least(scale: float, clients: int) -> None:
     """With two clients there are ties."""

@@ -11,6 +11,7 @@ import pytest
 
 from simulation import pools, sweep
 from simulation.plots import load_matplotlib
+from tests.thorough import thorough
 
 TOOL = Path(__file__).parents[3] / "tools" / "simulate_prefix_cache.py"
 
@@ -62,6 +63,7 @@ def test_a_pool_that_is_too_small_is_told_from_a_bad_result():
     assert outcome.result is None and outcome.skipped_share == 0
 
 
+@thorough
 def test_states_in_int8_are_more_and_skip_more_of_a_small_pool():
     shape, pool = pools.SHAPES["nemotron-h-8b"], 30 * 2**30
     exact, packed = (pools.divide_pool(shape, pool, 0.5, cached_dtype=d) for d in (None, "int8"))
@@ -96,6 +98,7 @@ def test_plots_are_drawn_or_matplotlib_is_asked_for(monkeypatch, tmp_path, capsy
         assert len(list(tmp_path.iterdir())) == 2
 
 
+@thorough
 def test_host_memory_behind_a_small_pool_skips_more():
     workload = sweep.Workload("agents", 300, 1)
     reference = sweep.measure_reference(workload)

@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.server.http.tokens.asking import GENERATE, INFER, generate_body, infer_body, sampling
 from tests.server.running import ServerProcess, wait_until
+from tests.thorough import thorough
 
 FAKE = ("-m", "tests.server.fake_server", "--tokenizer")
 LENGTH = 20_000
@@ -23,6 +24,7 @@ def asked(url: str, body: Any = None) -> Any:
     return json.loads(content) if answer.headers.get_content_type().endswith("json") else content
 
 
+@thorough  # test_aborts.py, responses/test_processes.py
 def test_a_rollout_of_several_workers_is_aborted_by_any_of_them(tokenizer_folder: Path) -> None:
     flags = ("--http-workers", "2", "--max-seq-length", str(2 * LENGTH), "--step-seconds", "0.01")
     with (
