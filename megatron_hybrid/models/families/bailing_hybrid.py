@@ -30,6 +30,8 @@ class BailingHybrid(LatentFamily):
     attention = recurrent = "attention"
     embedding = "model.word_embeddings.weight"
     dense_layers = 2
+    expert_groups = (8, 4)
+    scaling_factor = 2.5
 
     def locate_in(
         self, config: HybridModelConfig, layer: str, block: int, role: str
@@ -51,7 +53,7 @@ class BailingHybrid(LatentFamily):
         raw.refuse_unless(gate, "head_wise")
         turned = raw.whole("qk_rope_head_dim")
         # partial_rotary_factor is of heads that are wider
-        rope = replace(raw.rope(turned, theta=6e6), rotary_dim=turned)
+        rope = replace(raw.rope(turned, 1.0, theta=6e6), rotary_dim=turned)
         if rope.kind != "default":
             raise ConfigurationError(
                 f"RoPE of type {rope.kind!r} in {raw.where} is not supported with latent "

@@ -37,7 +37,11 @@ class LatentFamily(TwoBlockFamily):
         (r"^router\.", "gate."),
         (r"^shared\.", "shared_experts."),
     )
-    dense_layers: ClassVar[int]  # by default
+    # Where config.json does not say it: layers without experts, groups of experts, how many of them
+    # are chosen, and what weights of experts are multiplied with.
+    dense_layers: ClassVar[int]
+    expert_groups: ClassVar[tuple[int, int]] = (1, 1)
+    scaling_factor: ClassVar[float] = 1.0
 
     def ignores(self, config: HybridModelConfig, name: str) -> bool:
         layer = re.match(r"model\.layers\.(\d+)\.", name)
@@ -128,6 +132,7 @@ class LatentFamily(TwoBlockFamily):
         expert = raw.gated_mlp("moe_intermediate_size")
         shared = raw.whole("num_shared_experts", "n_shared_experts", default=1)
         shared *= raw.whole("moe_shared_expert_intermediate_size", default=expert.intermediate_size)
+        groups, chosen = self.expert_groups
         grouped = raw.flag("use_grouped_topk", default=True)
         return MoEConfig(
             num_experts=raw.whole("num_experts", "num_local_experts", "n_routed_experts"),
@@ -135,11 +140,11 @@ class LatentFamily(TwoBlockFamily):
             expert=expert,
             shared=replace(expert, intermediate_size=shared) if shared else None,
             scoring="sigmoid",
-            num_groups=raw.whole("num_expert_group", "n_group", default=1) if grouped else 1,
-            chosen_groups=raw.whole("topk_group", default=1) if grouped else 1,
+            num_groups=raw.whole("num_expert_group", "n_group", default=groups) if grouped else 1,
+            chosen_groups=raw.whole("topk_group", default=chosen) if grouped else 1,
             normalize_weights=raw.flag("moe_renormalize", "norm_topk_prob", default=True),
             router_bias=raw.flag("moe_router_enable_expert_bias", default=True),
-            scaling_factor=raw.number("routed_scaling_factor", default=1.0),
+            scaling_factor=raw.number("routed_scaling_factor", default=self.scaling_factor),
         )
 
 
@@ -160,6 +165,7 @@ class KimiLinear(LatentFamily):
         (r"^(experts\.\d+)\.down_proj\.", r"\1.w2."),
     )
     dense_layers = 1
+    scaling_factor = 2.446
 
     def locate_in(
         self, config: HybridModelConfig, layer: str, block: int, role: str
