@@ -26,6 +26,7 @@ EQUAL: list[tuple[str, Fork]] = [
     ("bailing_hybrid", {"head_dim": 24, "layer_types": ["full_attention"] * 3}),
     ("falcon_h1", {"num_key_value_heads": 1, "mamba_d_conv": 2, "mamba_n_groups": 1}),
     ("glm5_next", {"moe_intermediate_size": 33, "num_experts_per_tok": 1}),
+    ("glm5_next", {"moe_renormalize": False, "num_expert_group": 2, "num_experts_per_token": 2}),
     ("lfm2_moe", {"hidden_size": 65, "head_dim": 16, "num_experts": 9}),
     ("lfm3", {"layer_types": ["sliding_attention"] * 5, "sliding_window": 1}),
     ("minimax", {"num_experts_per_tok": 6, "layer_types": ["full_attention"] * 4}),
@@ -39,6 +40,14 @@ EQUAL: list[tuple[str, Fork]] = [
     ("zamba2", {"num_mem_blocks": 5, "use_conv_bias": False}),
 ]
 REFUSED: list[tuple[str, Fork, str]] = [
+    # what transformers passes over, but the releases' own code does not
+    ("bailing_hybrid", {"rope_interleave": False}, "rope_interleave = False"),
+    ("kimi_linear", {"use_grouped_topk": False}, "use_grouped_topk = False"),
+    ("minimax", {"rotary_dim": 3}, "rotary_dim = 3"),
+    ("minimax", {"rope_parameters": _PARTIAL}, "partial_rotary_factor = 0.5"),
+    ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+    ("falcon_h1", {"ssm_multipliers": [1.0] * 6}, "ssm_multipliers .* it must be 5 numbers"),
+    ("granite_moe_hybrid", {"attention_multiplier": None}, "has no 'attention_multiplier'"),
     ("jamba", {"num_key_value_heads": 3}, "4 attention heads are no multiple of its 3 KV heads"),
     ("lfm2", {"num_attention_heads": 1}, "1 attention heads are no multiple of its 2 KV heads"),
     ("lfm2", {"num_attention_heads": 3}, "21 of the 21 numbers of a head rotated"),
@@ -53,6 +62,8 @@ REFUSED: list[tuple[str, Fork, str]] = [
     ("nemotron_h_moe", {"topk_group": 1}, "goes to 3 of the model's experts; .* 2 at most"),
     ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "type 'sliding_attention'"),
     ("qwen3_next", {"linear_num_value_heads": 3}, "3 value heads are no multiple of its 2 key"),
+    ("zamba2", {"hybrid_layer_ids": [2, 4, 5, 6]}, "hybrid_layer_ids = "),
+    ("zamba2", {"mamba_headdim": 17}, "mamba_headdim = 17"),
     ("xlstm", {"gate_soft_cap": 0.0}, "gate_soft_cap = 0.0"),
     ("xlstm", {"qk_dim_factor": 0.0}, "does not divide 0 numbers of queries"),
 ]

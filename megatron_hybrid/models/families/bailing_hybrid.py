@@ -49,6 +49,7 @@ class BailingHybrid(LatentFamily):
             return BailingLinear().config(older)
         raw.refuse_unless("use_bias", False)
         raw.refuse_unless("use_mla_nope", False)
+        raw.refuse_unless("rope_interleave", True)
         gate = "gated_attention_proj_granularity_type"
         raw.refuse_unless(gate, "head_wise")
         turned = raw.whole("qk_rope_head_dim")
@@ -62,7 +63,7 @@ class BailingHybrid(LatentFamily):
         bias = raw.flag("attention_bias", "use_qkv_bias")
         latent = replace(
             self.latent_attention(raw, rope, bias),
-            interleaved=raw.flag("rope_interleave", default=True),
+            interleaved=True,
             head_gate=raw.values.get(gate, "") is not None,
         )
         bound = raw.number("kda_lower_bound", default=-5.0)

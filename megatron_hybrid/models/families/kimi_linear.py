@@ -133,16 +133,18 @@ class LatentFamily(TwoBlockFamily):
         shared = raw.whole("num_shared_experts", "n_shared_experts", default=1)
         shared *= raw.whole("moe_shared_expert_intermediate_size", default=expert.intermediate_size)
         groups, chosen = self.expert_groups
-        grouped = raw.flag("use_grouped_topk", default=True)
+        groups = raw.whole("n_group", "num_expert_group", default=groups)
+        if groups > 1:  # transformers, unlike the releases' code, does not look at it
+            raw.refuse_unless("use_grouped_topk", True)
         return MoEConfig(
             num_experts=raw.whole("num_experts", "num_local_experts", "n_routed_experts"),
-            experts_per_token=raw.whole("num_experts_per_token", "num_experts_per_tok"),
+            experts_per_token=raw.whole("num_experts_per_tok", "num_experts_per_token"),
             expert=expert,
             shared=replace(expert, intermediate_size=shared) if shared else None,
             scoring="sigmoid",
-            num_groups=raw.whole("num_expert_group", "n_group", default=groups) if grouped else 1,
-            chosen_groups=raw.whole("topk_group", default=chosen) if grouped else 1,
-            normalize_weights=raw.flag("moe_renormalize", "norm_topk_prob", default=True),
+            num_groups=groups,
+            chosen_groups=raw.whole("topk_group", default=chosen),
+            normalize_weights=raw.flag("norm_topk_prob", "moe_renormalize", default=True),
             router_bias=raw.flag("moe_router_enable_expert_bias", default=True),
             scaling_factor=raw.number("routed_scaling_factor", default=self.scaling_factor),
         )

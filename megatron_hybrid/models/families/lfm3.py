@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.short_conv import ShortConvConfig
 from megatron_hybrid.models.config import SLIDING_ATTENTION, BlockForm, HybridModelConfig
 from megatron_hybrid.models.families.family import TwoBlockFamily
@@ -46,8 +45,6 @@ class Lfm3(TwoBlockFamily):
         full, sliding = (
             replace(attention, rope=raw.rope(attention.head_dim, layers=kind)) for kind in _ROPE
         )
-        if raw.values.get("sliding_window", 256) is None and SLIDING_ATTENTION in letters:
-            raise ConfigurationError(raw.missing("sliding_window"))
         sliding = replace(sliding, window=raw.whole("sliding_window", default=256))
         form = BlockForm(post_norm=raw.flag("use_sandwich_norm", default=True))
         return HybridModelConfig(
