@@ -33,6 +33,15 @@ _COMMON: dict[str, Any] = {
 }
 
 
+def tiny_configuration(family: str, *, chunk_size: int = 16, **overrides: Any) -> Any:
+    """Of transformers' class, or of ours where it has none; the arguments are make_tiny_model's."""
+    tiny = TINY[family]
+    chunk = {} if tiny.chunk is None else {tiny.chunk: chunk_size}
+    text = "Text" if tiny.text else ""
+    configuration = getattr(import_module(tiny.source), f"{tiny.classes}{text}Config")
+    return configuration(**_COMMON | tiny.values | chunk | overrides)
+
+
 def make_tiny_model(
     family: str, folder: str | Path, *, seed: int = 0, chunk_size: int = 16, **overrides: Any
 ) -> PreTrainedModel:
@@ -43,13 +52,8 @@ def make_tiny_model(
     transformers' own initialisation gives nearly constant logits.
     """
     torch.manual_seed(0)
-    tiny = TINY[family]
-    chunk = {} if tiny.chunk is None else {tiny.chunk: chunk_size}
-    text = "Text" if tiny.text else ""
-    source = import_module(tiny.source)
-    configuration = getattr(source, f"{tiny.classes}{text}Config")
-    made = configuration(**_COMMON | tiny.values | chunk | overrides)
-    model: PreTrainedModel = getattr(source, f"{tiny.classes}ForCausalLM")(made)
+    tiny, made = TINY[family], tiny_configuration(family, chunk_size=chunk_size, **overrides)
+    model: PreTrainedModel = getattr(import_module(tiny.source), f"{tiny.classes}ForCausalLM")(made)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

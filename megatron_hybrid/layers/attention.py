@@ -64,6 +64,7 @@ class GroupedQueryAttention(CachedAttention):
         self.kind = "sliding_attention" if config.window else "attention"
         if self.kv_dtype == FP8:
             self.scale_by(1.0, 1.0)
+        context.spread(config.num_heads, "attention heads", config.num_kv_heads, "KV heads")
         self.heads = context.share(config.num_heads, "attention heads")
         self.kv_heads = context.share(config.num_kv_heads, "KV heads", or_copy=True)
         self.o_proj = context.to_hidden(self.heads * config.head_dim, config.output_bias)

@@ -66,6 +66,7 @@ class GatedDeltaNet(RecurrentMixer):
     takes_chunk_bounds = True
 
     def __init__(self, config: GatedDeltaNetConfig, context: LayerContext) -> None:
+        context.spread(config.value_heads, "value heads", config.key_heads, "key heads")
         key_heads = context.share(config.key_heads, "key heads of its gated delta nets")
         value_heads = config.value_heads // context.parallel.size
         keys, values = key_heads * config.key_dim, value_heads * config.value_dim

@@ -70,6 +70,8 @@ class LightningAttention(RecurrentMixer):
 
     def __init__(self, config: LightningAttentionConfig, context: LayerContext) -> None:
         heads = context.share(config.num_heads, "heads of lightning attention")
+        channels = config.num_heads * config.head_dim
+        context.spread(channels, "channels", config.norm_groups, "groups of norms")
         context.share(config.norm_groups, "groups of lightning attention's norm", or_copy=True)
         of_heads = heads, config.head_dim
         super().__init__(

@@ -61,6 +61,7 @@ class Mamba2(RecurrentMixer):
     kind = "mamba2"
 
     def __init__(self, config: Mamba2Config, context: LayerContext) -> None:
+        context.spread(config.num_heads, "Mamba heads", config.num_groups, "Mamba groups")
         heads = context.share(config.num_heads, "Mamba heads")
         groups = context.share(config.num_groups, "Mamba groups", or_copy=True)
         inner, per_group = heads * config.head_dim, groups * config.state_size
@@ -145,7 +146,7 @@ class Mamba2(RecurrentMixer):
         constants = Mamba2Constants(
             self.A, self.D, self.dt_bias, self.config.dt_limit, self.rounding_seed(plans)
         )
-        y = self.scan(tokens, constants, plans).view(-1, self.inner)
+        y = self.scan(tokens, constants, plans).reshape(-1, self.inner)
         if self.norm is None:
             gated = kernels.activation.gate(y, gate, "silu", self.out_proj.reader)
         else:

@@ -51,6 +51,13 @@ class LayerContext:
             )
         return max(total // ranks, 1)
 
+    def spread(self, total: int, what: str, groups: int, of: str) -> None:
+        """Raise ConfigurationError unless each of so many groups has equally many of `what`."""
+        if groups < 1 or total % groups:
+            raise ConfigurationError(
+                f"The model's {total} {what} are no multiple of its {groups} {of}."
+            )
+
     def to_rows(self, rows: int, bias: bool, inputs: int | None = None) -> ColumnParallelLinear:
         """A projection of `inputs`, by default the hidden size, to so many rows on this rank."""
         return ColumnParallelLinear(inputs or self.hidden_size, rows, bias=bias, dtype=self.dtype)

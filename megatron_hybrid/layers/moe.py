@@ -66,6 +66,24 @@ class MoEConfig:
         """Experts, and one number more where a token may have none."""
         return self.num_experts + (self.router is not None)
 
+    def check(self) -> None:
+        """Raise ConfigurationError unless there are experts for each choice."""
+        available = self.num_experts
+        if self.num_groups > 1:
+            each, rest = divmod(self.num_experts, self.num_groups)
+            available = each * self.chosen_groups
+            if rest or each < 2 or not 1 <= self.chosen_groups <= self.num_groups:
+                raise ConfigurationError(
+                    f"The model's {self.num_experts} experts are in {self.num_groups} groups, and "
+                    f"a token chooses {self.chosen_groups}; groups must have two experts at least, "
+                    "equally many, and be as many as that."
+                )
+        if not 1 <= self.experts_per_token <= available:
+            raise ConfigurationError(
+                f"A token goes to {self.experts_per_token} of the model's experts; it must be one "
+                f"at least, and {available} at most."
+            )
+
     def mixer(self, context: LayerContext) -> MoE:
         """As in LayerConfig."""
         return MoE(self, context)
@@ -133,6 +151,7 @@ class MoE(Mixer):
     def __init__(self, config: MoEConfig, context: LayerContext) -> None:
         super().__init__()
         hidden_size, dtype, ranks = context.hidden_size, context.dtype, context.experts
+        config.check()
         size = config.expert.intermediate_size
         if size % ranks.tensor.size:
             raise ConfigurationError(

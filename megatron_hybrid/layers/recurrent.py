@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
+from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.contract import (
     DecodeRuns,
     DecodeSlots,
@@ -57,6 +58,11 @@ class RecurrentMixer(Mixer):
         there is no convolution. `state`, `inputs`: the shapes of the recurrence's, and
         `scaled_over`: see StateSpec."""
         super().__init__()
+        if conv_sections and width < 2:
+            raise ConfigurationError(
+                f"The model's short convolutions have a width of {width}, which is not supported; "
+                "it must be at least 2."
+            )
         self.layer = context.layer
         self.parallel = context.parallel
         self.input_size = context.hidden_size  # numbers of a token that go in

@@ -264,7 +264,7 @@ class BlockBuilder:
         """One of the model's norms, with weights still to be read: of the residual stream in front
         of block `index`, or of other things."""
         config = self.config
-        eps = config.norm_eps / config.stream_divisor(index) ** 2
+        eps = config.norm_eps_before(index)
         if config.layer_norm:
             return LayerNorm(config.hidden_size, eps, self.dtype)
         return RMSNorm(config.hidden_size, eps, self.dtype, config.zero_centered_norm)

@@ -155,6 +155,8 @@ class HybridModelConfig:
     zero_centered_norm: bool = False  # of the blocks; see RMSNorm
     forms: tuple[BlockForm, ...] = ()  # of the pattern's blocks; empty: the usual one of all
     layer_norm: bool = False  # norms are LayerNorms
+    # Behind so many blocks the model halves its residual stream, which is kept as it is; 0: never.
+    halved_every: int = 0
     embedding_norm: bool = False  # embeddings go through a norm of their own
     embedding_scale: bool = False  # or through a ChannelScale
     streams: StreamsConfig | None = None  # several residual streams; None: the usual one
@@ -213,6 +215,11 @@ class HybridModelConfig:
         last stream_multiplier, which costs nothing then. Norms do not notice but for their eps."""
         before = [form for form in self.forms[:block] if form.from_norm]
         return before[-1].stream_multiplier if before else 1.0
+
+    def norm_eps_before(self, block: int) -> float:
+        """Of the norm in front of a block, for the residual stream as it is kept."""
+        halvings = block // self.halved_every if self.halved_every else 0
+        return self.norm_eps * 4.0**halvings / self.stream_divisor(block) ** 2
 
 
 def undescribed(letter: str) -> ConfigurationError:

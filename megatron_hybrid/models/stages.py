@@ -87,8 +87,9 @@ class ModelStages:
         before = [0, *accumulate(own[letter] for letter in pattern)]
         uses = [0, *accumulate(letter == SHARED_TRANSFORMER for letter in pattern)]
         shared_bytes, num_shared = 0, 0
-        if builder.config.shared_transformer is not None:
-            shared_bytes = _shared_bytes(kinds[SHARED_TRANSFORMER])
+        if (user := kinds.get(SHARED_TRANSFORMER)) is not None:
+            assert builder.config.shared_transformer is not None
+            shared_bytes = _shared_bytes(user)
             num_shared = builder.config.shared_transformer.num_blocks
 
         def size(start: int, end: int) -> float:

@@ -244,7 +244,7 @@ def test_nemotron_options_that_are_refused(
         ("zaya", {"lm_head_bias": True}, "lm_head_bias = True"),
         ("zaya", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("zaya", {"layer_types": ["full_attention"]}, "type 'full_attention'"),
-        ("zaya", {"layer_types": ["hybrid_sliding"]}, "has no 'sliding_window'"),
+        ("zaya", {"layer_types": ["hybrid_sliding"] * 3}, "has no 'sliding_window'"),
         ("zaya", {"num_attention_heads": 3}, "3 heads of queries and 2 of keys, of 16 numbers"),
         ("zaya", {"cca_time1": 0}, "cca_time1 = 0 .* at least one tap"),
         ("zaya", {"rope_parameters": {"rope_theta": 1e4}}, "nothing of layers of kind 'hybrid'"),

@@ -217,12 +217,12 @@ def test_layers_have_to_be_named_once(tmp_path: Path) -> None:
 
 
 def test_what_hub_files_say_otherwise(tmp_path: Path) -> None:
-    config = config_of(tmp_path, KIMI | {"use_grouped_topk": False, "num_shared_experts": 0})
+    alone = {"use_grouped_topk": False, "num_expert_group": 1, "topk_group": 1}
+    config = config_of(tmp_path, KIMI | alone | {"num_shared_experts": 0})
     assert config.moe is not None and config.moe.shared is None
     assert (config.moe.num_groups, config.moe.chosen_groups) == (1, 1)
     other = {
         "use_qkv_bias": True,
-        "rope_interleave": False,
         "gated_attention_proj_granularity_type": None,
         "moe_router_enable_expert_bias": False,
         "moe_shared_expert_intermediate_size": 48,
@@ -231,7 +231,7 @@ def test_what_hub_files_say_otherwise(tmp_path: Path) -> None:
     config = config_of(tmp_path, LING | other)
     latent, moe = latent_of(config), config.moe
     assert latent.latent_bias and latent.output_bias
-    assert not latent.interleaved and not latent.head_gate
+    assert latent.interleaved and not latent.head_gate
     assert moe is not None and not moe.router_bias
     assert moe.shared is not None and moe.shared.intermediate_size == 96
 

@@ -30,6 +30,8 @@ class BailingHybrid(LatentFamily):
     attention = recurrent = "attention"
     embedding = "model.word_embeddings.weight"
     dense_layers = 2
+    expert_groups = (8, 4)
+    scaling_factor = 2.5
 
     def locate_in(
         self, config: HybridModelConfig, layer: str, block: int, role: str
@@ -47,11 +49,12 @@ class BailingHybrid(LatentFamily):
             return BailingLinear().config(older)
         raw.refuse_unless("use_bias", False)
         raw.refuse_unless("use_mla_nope", False)
+        raw.refuse_unless("rope_interleave", True)
         gate = "gated_attention_proj_granularity_type"
         raw.refuse_unless(gate, "head_wise")
         turned = raw.whole("qk_rope_head_dim")
         # partial_rotary_factor is of heads that are wider
-        rope = replace(raw.rope(turned, theta=6e6), rotary_dim=turned)
+        rope = replace(raw.rope(turned, 1.0, theta=6e6), rotary_dim=turned)
         if rope.kind != "default":
             raise ConfigurationError(
                 f"RoPE of type {rope.kind!r} in {raw.where} is not supported with latent "
@@ -60,7 +63,7 @@ class BailingHybrid(LatentFamily):
         bias = raw.flag("attention_bias", "use_qkv_bias")
         latent = replace(
             self.latent_attention(raw, rope, bias),
-            interleaved=raw.flag("rope_interleave", default=True),
+            interleaved=True,
             head_gate=raw.values.get(gate, "") is not None,
         )
         bound = raw.number("kda_lower_bound", default=-5.0)

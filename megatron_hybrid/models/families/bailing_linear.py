@@ -70,7 +70,7 @@ class BailingLinear(LatentFamily):
             raw.refuse_unless(name, True)
         raw.refuse_unless("num_kv_heads_for_linear_attn", raw.whole("num_attention_heads"))
         attention = raw.attention(bias=False, qk_norm=raw.flag("use_qk_norm"))
-        rope = raw.rope(attention.head_dim, theta=6e5)
+        rope = raw.rope(attention.head_dim, 1.0, theta=6e5)
         others: dict[str, LayerConfig] = {}
         if is_latent := raw.get("kv_lora_rank") is not None:
             others[LATENT_ATTENTION] = self._latent(raw)
@@ -93,7 +93,7 @@ class BailingLinear(LatentFamily):
     def _latent(self, raw: RawConfig) -> LatentAttentionConfig:
         """All of the dimensions that are for positions are rotated, of whatever part others are."""
         turned = raw.whole("qk_rope_head_dim")
-        rope = replace(raw.rope(turned, theta=6e5), rotary_dim=turned)
+        rope = replace(raw.rope(turned, 1.0, theta=6e5), rotary_dim=turned)
         if rope.kind != "default":
             raise ConfigurationError(
                 f"RoPE of type {rope.kind!r} in {raw.where} is not supported with latent "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.models.config import SIDE_BY_SIDE, HybridModelConfig
 from megatron_hybrid.models.families.bamba import mamba_config
 from megatron_hybrid.models.families.family import Location, TwoBlockFamily
@@ -21,7 +22,7 @@ class FalconH1(TwoBlockFamily):
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
         raw.refuse_unless("hidden_act", "silu")
-        gate, down = raw.get("mlp_multipliers", default=[1.0, 1.0])
+        gate, down = _multipliers(raw, "mlp_multipliers", 2)
         attention, mamba = raw.attention(), mamba_config(raw)
         norm_first = raw.flag("mamba_norm_before_gate", default=True)
         normed = raw.flag("mamba_rms_norm")
@@ -46,14 +47,14 @@ class FalconH1(TwoBlockFamily):
                 head_dim=raw.whole("mamba_d_ssm", default=mamba.inner_size) // mamba.num_heads,
                 out_bias=raw.flag("projectors_bias"),
                 norm=("norm_first" if norm_first else "gate_first") if normed else "none",
-                in_multipliers=tuple(raw.get("ssm_multipliers", default=[1.0] * 5)),
+                in_multipliers=_multipliers(raw, "ssm_multipliers", 5),
                 input_multiplier=multiplier("ssm_in"),
                 out_multiplier=multiplier("ssm_out"),
             ),
             mlp=replace(
                 raw.gated_mlp(bias=raw.flag("mlp_bias")),
-                gate_multiplier=float(gate),
-                out_multiplier=float(down),
+                gate_multiplier=gate,
+                out_multiplier=down,
             ),
             embedding_multiplier=multiplier("embedding"),
             logits_divisor=1.0 / multiplier("lm_head"),
@@ -63,3 +64,10 @@ class FalconH1(TwoBlockFamily):
         if config.pattern[block] == SIDE_BY_SIDE and role.startswith("mixer."):
             return [Location(f"model.layers.{block // 2}.{role.removeprefix('mixer.')}")]
         return super().locate(config, block, role)
+
+
+def _multipliers(raw: RawConfig, name: str, count: int) -> tuple[float, ...]:
+    said = raw.get(name, default=[1.0] * count)
+    if len(said) != count:
+        raise ConfigurationError(f"{name} in {raw.where} is {said}; it must be {count} numbers.")
+    return tuple(map(float, said))

@@ -45,6 +45,7 @@ class Glm5Next(LatentFamily):
         (r"^(indexer\.index_kpool_compress_gate)\.weight$", r"\1"),
     )
     dense_layers = 3
+    scaling_factor = 2.5
 
     def locate_in(
         self, config: HybridModelConfig, layer: str, block: int, role: str

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.layers.moe import MoEConfig
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.families.bamba import mamba_config
@@ -30,6 +31,8 @@ class GraniteMoeHybrid(TwoBlockFamily):
         letters = raw.layer_letters() or "M" * raw.whole("num_hidden_layers")
         attention = raw.attention()
         rotated = raw.get("position_embedding_type") == "rope"
+        if raw.values.get("attention_multiplier", 1.0) is None:
+            raise ConfigurationError(raw.missing("attention_multiplier"))
         attention = replace(
             attention,
             scale=raw.number("attention_multiplier", default=1.0),

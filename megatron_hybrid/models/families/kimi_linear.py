@@ -37,7 +37,11 @@ class LatentFamily(TwoBlockFamily):
         (r"^router\.", "gate."),
         (r"^shared\.", "shared_experts."),
     )
-    dense_layers: ClassVar[int]  # by default
+    # Where config.json does not say it: layers without experts, groups of experts, how many of them
+    # are chosen, and what weights of experts are multiplied with.
+    dense_layers: ClassVar[int]
+    expert_groups: ClassVar[tuple[int, int]] = (1, 1)
+    scaling_factor: ClassVar[float] = 1.0
 
     def ignores(self, config: HybridModelConfig, name: str) -> bool:
         layer = re.match(r"model\.layers\.(\d+)\.", name)
@@ -128,18 +132,21 @@ class LatentFamily(TwoBlockFamily):
         expert = raw.gated_mlp("moe_intermediate_size")
         shared = raw.whole("num_shared_experts", "n_shared_experts", default=1)
         shared *= raw.whole("moe_shared_expert_intermediate_size", default=expert.intermediate_size)
-        grouped = raw.flag("use_grouped_topk", default=True)
+        groups, chosen = self.expert_groups
+        groups = raw.whole("n_group", "num_expert_group", default=groups)
+        if groups > 1:  # transformers, unlike the releases' code, does not look at it
+            raw.refuse_unless("use_grouped_topk", True)
         return MoEConfig(
             num_experts=raw.whole("num_experts", "num_local_experts", "n_routed_experts"),
-            experts_per_token=raw.whole("num_experts_per_token", "num_experts_per_tok"),
+            experts_per_token=raw.whole("num_experts_per_tok", "num_experts_per_token"),
             expert=expert,
             shared=replace(expert, intermediate_size=shared) if shared else None,
             scoring="sigmoid",
-            num_groups=raw.whole("num_expert_group", "n_group", default=1) if grouped else 1,
-            chosen_groups=raw.whole("topk_group", default=1) if grouped else 1,
-            normalize_weights=raw.flag("moe_renormalize", "norm_topk_prob", default=True),
+            num_groups=groups,
+            chosen_groups=raw.whole("topk_group", default=chosen),
+            normalize_weights=raw.flag("norm_topk_prob", "moe_renormalize", default=True),
             router_bias=raw.flag("moe_router_enable_expert_bias", default=True),
-            scaling_factor=raw.number("routed_scaling_factor", default=1.0),
+            scaling_factor=raw.number("routed_scaling_factor", default=self.scaling_factor),
         )
 
 
@@ -160,6 +167,7 @@ class KimiLinear(LatentFamily):
         (r"^(experts\.\d+)\.down_proj\.", r"\1.w2."),
     )
     dense_layers = 1
+    scaling_factor = 2.446
 
     def locate_in(
         self, config: HybridModelConfig, layer: str, block: int, role: str

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.models.config import HybridModelConfig
 from megatron_hybrid.models.families.family import TwoBlockFamily
 from megatron_hybrid.models.families.raw_config import RawConfig
@@ -19,6 +20,11 @@ class Llama(TwoBlockFamily):
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
         raw.refuse_unless("hidden_act", "silu")
+        for kind in raw.get("layer_types", default=()):
+            if kind != "full_attention":
+                raise ConfigurationError(
+                    f"Layers of type {kind!r} in {raw.where} are not supported."
+                )
         attention = raw.attention(qk_norm=self.qk_norm)
         return HybridModelConfig(
             **raw.common(),

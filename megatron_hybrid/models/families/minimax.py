@@ -53,7 +53,13 @@ class MiniMax(TwoBlockFamily):
         letters = self._letters(raw)
         attention = raw.attention(bias=False)
         rope = raw.rope(attention.head_dim, theta=1e6)
-        rope = replace(rope, rotary_dim=raw.whole("rotary_dim", default=rope.rotary_dim))
+        rotary_dim = raw.whole("rotary_dim", default=rope.rotary_dim)
+        if rotary_dim % 2 or not 0 < rotary_dim <= attention.head_dim:
+            raise ConfigurationError(
+                f"rotary_dim = {rotary_dim} in {raw.where}; it must be an even number of the "
+                f"{attention.head_dim} numbers of a head."
+            )
+        rope = replace(rope, rotary_dim=rotary_dim)
         return HybridModelConfig(
             **raw.common(max_positions=131072),
             pattern="".join(letter + "E" for letter in letters),

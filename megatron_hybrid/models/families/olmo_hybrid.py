@@ -62,9 +62,9 @@ class OlmoHybrid(TwoBlockFamily):
         return letters if "*" in letters else letters[:-1] + "*"
 
     def _rope(self, raw: RawConfig, head_dim: int) -> RopeConfig | None:
-        """None where no theta is said, as in the released checkpoints."""
+        """None where theta is null, as in the released checkpoints."""
         given = raw.get("rope_parameters", default={})
-        theta = given.get("rope_theta", raw.get("rope_theta"))
+        theta = given.get("rope_theta", raw.values.get("rope_theta", 1e4))
         return None if theta is None else raw.rope(head_dim)
 
     def _delta_net(self, raw: RawConfig) -> GatedDeltaNetConfig:

@@ -104,3 +104,7 @@ class Qwen35(Qwen3Next):
 
     model_types = ("qwen3_5_text", "qwen3_5_moe_text")
     says_heads = True
+
+    def config(self, raw: RawConfig) -> HybridModelConfig:
+        raw.refuse_unless("norm_topk_prob", True)
+        return super().config(raw)

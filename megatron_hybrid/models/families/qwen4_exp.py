@@ -94,16 +94,11 @@ class Qwen4Exp(Qwen3Next):
 
     def _layers(self, raw: RawConfig) -> str:
         """A letter for each Hugging Face layer."""
-        every, count = raw.whole("full_attention_interval", default=4), raw.get("num_hidden_layers")
-        found = raw.layer_letters(LAYERS, ("layer_types",)) or "".join(
+        every = raw.whole("full_attention_interval", default=4)
+        return raw.layer_letters(LAYERS, ("layer_types",)) or "".join(
             INDEXED_ATTENTION if i % every == 0 else GATED_DELTA_NET
             for i in range(1, raw.whole("num_hidden_layers") + 1)
         )
-        if count is not None and len(found) != count:
-            raise ConfigurationError(
-                f"layer_types in {raw.where} has {len(found)} layers, num_hidden_layers is {count}."
-            )
-        return found
 
     def _ngram_layers(self, raw: RawConfig) -> set[int]:
         return {int(i) - 1 for i in raw.get("ple_layer_ids", default=[])}
@@ -123,7 +118,7 @@ class Qwen4Exp(Qwen3Next):
     def _attention(self, raw: RawConfig) -> IndexedAttentionConfig:
         raw.refuse_unless("indexer_kv_heads", 1)
         own = raw.attention(raw.whole("head_dim", default=256), qk_norm=True)
-        rope = raw.rope(own.head_dim)
+        rope = raw.rope(own.head_dim, 1.0)
         budget, group = raw.whole("indexer_budget"), raw.whole("indexer_compress_ratio")
         dim = raw.whole("indexer_head_dim")
         if group < 1 or budget < group or budget % group:

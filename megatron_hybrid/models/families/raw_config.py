@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from megatron_hybrid.layers.attention import AttentionConfig
 from megatron_hybrid.layers.mlp import MLPConfig
 from megatron_hybrid.layers.rope import RopeConfig
 from megatron_hybrid.models.config import resolve_dtype
+from megatron_hybrid.models.families.model_settings import ModelSettings
+from megatron_hybrid.models.families.rope_settings import rope_of
 from megatron_hybrid.models.families.text_configs import TEXT_CONFIGS
 
 MAMBA2_LAYERS = {"mamba": "M", "linear_attention": "M"}
@@ -33,56 +35,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigurationError(f"{path} holds no JSON object.")
     return values
-
-
-@dataclass(frozen=True)
-class ModelSettings:
-    """A model's settings as somebody wrote them, looked up by any of the names that they have
-    had."""
-
-    values: Mapping[str, Any]
-    where: str  # they stand, for messages
-
-    def get(self, *names: str, default: Any = None) -> Any:
-        """The first of `names` that is there and not null."""
-        return next((v for v in map(self.values.get, names) if v is not None), default)
-
-    def require(self, *names: str) -> Any:
-        """The same; raises ConfigurationError where there is none."""
-        value = self.get(*names)
-        if value is None:
-            raise ConfigurationError(self.missing(names[0]))
-        return value
-
-    def missing(self, name: str) -> str:
-        """The sentence for a value that is not there."""
-        return f"{self.where} has no {name!r}."
-
-    def whole(self, *names: str, default: int | None = None) -> int:
-        """A whole number; without a default one that has to be there."""
-        return int(self.require(*names) if default is None else self.get(*names, default=default))
-
-    def number(self, *names: str, default: float) -> float:
-        """A number, the default where it is not there."""
-        return float(self.get(*names, default=default))
-
-    def flag(self, *names: str, default: bool = False) -> bool:
-        """True or false, the default where it is not there."""
-        return bool(self.get(*names, default=default))
-
-    def shown(self, name: str, value: str) -> str:
-        """A value that is there, as a sentence about it begins."""
-        return f"{name} = {value}"
-
-    def refuse_unless(self, name: str, *supported: Any) -> None:
-        """Raise unless the value is one of those; a value that is missing or null is fine."""
-        value = self.get(name)
-        if value is not None and value not in supported:
-            wanted = " or ".join(repr(s) for s in supported if s is not None) or "nothing"
-            raise ConfigurationError(
-                f"{self.shown(name, _short(value))} in {self.where}, which is not supported, only "
-                f"{wanted} is."
-            )
 
 
 @dataclass(frozen=True)
@@ -180,45 +132,44 @@ class RawConfig(ModelSettings):
             raise ConfigurationError(
                 f"Layers of type {unknown[0]!r} in {self.where} are not supported."
             )
+        if "layer_types" in lists:
+            self.check_count(next(one for one in lists if self.get(one) is not None), layers)
         return "".join(names[layer] for layer in layers)
+
+    def check_count(self, name: str, layers: Sequence[str]) -> None:
+        """Raise ConfigurationError where the list of that name has not the model's layers."""
+        count = self.get("num_hidden_layers", default=len(layers))
+        if count != len(layers):
+            raise ConfigurationError(
+                f"{name} in {self.where} has {len(layers)} layers, num_hidden_layers is {count}."
+            )
 
     def time_step_limit(self) -> tuple[float, float]:
         """The least and the greatest step size of Mamba2."""
         limit = self.get("time_step_limit", "mamba_dt_limit", default=(0.0, float("inf")))
+        if len(limit) != 2:
+            raise ConfigurationError(
+                f"time_step_limit in {self.where} is {limit}; it must be two numbers, the least "
+                "and the greatest step."
+            )
         return float(limit[0]), float(limit[1])
 
     def rope(
         self,
         head_dim: int,
-        partial_rotary_factor: float = 1.0,
+        partial_rotary_factor: float | None = None,
         theta: float = 10000.0,
         layers: str | None = None,
     ) -> RopeConfig:
-        """New style (rope_parameters) or old (rope_theta and rope_scaling); the factor and theta
-        given are the family's defaults. `layers`: a type of them that has parameters of its own."""
+        """New style (rope_parameters) or old (rope_theta and rope_scaling): see rope_of. `layers`:
+        a type of them that has parameters of its own."""
         given = self.get("rope_parameters", "rope_scaling", default={})
         if layers is not None:
-            given = given.get(layers, {})
-        kind = given.get("rope_type", given.get("type", "default"))
-        if kind not in ("default", "linear", "llama3", "proportional"):
-            raise ConfigurationError(
-                f"RoPE of type {kind!r} in {self.where} is not supported, only 'default', "
-                f"'linear', 'llama3' and 'proportional' are."
-            )
-        theta = given.get("rope_theta", self.get("rope_theta", default=theta))
-        old = self.get("partial_rotary_factor", default=partial_rotary_factor)
-        partial = given.get("partial_rotary_factor", old)
-        scaled = {}
-        if kind == "proportional":  # of all dimensions, some by an angle of 0
-            scaled["rotated"], partial = float(partial), 1.0
-            scaled["factor"] = float(given.get("factor", 1.0))
-        elif kind != "default":
-            scaled["factor"] = float(given["factor"])
-        if kind == "llama3":
-            scaled["low_freq_factor"] = float(given["low_freq_factor"])
-            scaled["high_freq_factor"] = float(given["high_freq_factor"])
-            scaled["original_max_position"] = int(given["original_max_position_embeddings"])
-        return RopeConfig(float(theta), int(head_dim * partial), kind, **scaled)  # type: ignore[arg-type]
+            given = given.get(layers) or {}
+        names = ("model_type", "rope_theta", "partial_rotary_factor")
+        old = {name: self.get(name) for name in names}
+        new = {name: value for name, value in given.items() if value is not None}
+        return rope_of(replace(self, values={**old, **new}), head_dim, partial_rotary_factor, theta)
 
     def common(self, *, max_positions: int = 4096, tied: bool = False) -> dict[str, Any]:
         """The fields of HybridModelConfig that every family has under the same names; the arguments
@@ -238,8 +189,3 @@ class RawConfig(ModelSettings):
 def _special_float(values: dict[str, Any]) -> Any:
     """transformers 5 writes infinity as {"__float__": "Infinity"}."""
     return float(values["__float__"]) if set(values) == {"__float__"} else values
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

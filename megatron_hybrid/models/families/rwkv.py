@@ -13,7 +13,8 @@ _NORMS = {"norm": ("ln1", "ln2"), "embedding_norm": ("pre_ln",)}
 
 class Rwkv(Family):
     """A layer of Hugging Face's is two blocks. What transformers divides by 2 every few layers, so
-    that float16 holds it, stays as it is: the residual stream is in float32."""
+    that float16 holds it, stays as it is: the residual stream is in float32, and norms have the eps
+    that makes the same of it."""
 
     model_types = ("rwkv",)
     embedding = "rwkv.embeddings.weight"
@@ -33,6 +34,7 @@ class Rwkv(Family):
             layer_norm=True,
             embedding_norm=True,
             residual_in_fp32=True,
+            halved_every=2 * max(raw.whole("rescale_every", default=6), 0),
             others={
                 TIME_MIX: TimeMixConfig(raw.whole("attention_hidden_size", default=hidden)),
                 CHANNEL_MIX: ChannelMixConfig(size),

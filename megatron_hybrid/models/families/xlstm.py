@@ -28,13 +28,18 @@ class XLSTM(Family):
         for name, supported in (("use_bias", False), ("add_out_norm", True)):
             raw.refuse_unless(name, supported)
         raw.refuse_unless("norm_reduction_force_float32", True)
+        for name in ("gate_soft_cap", "output_logit_soft_cap"):
+            if raw.number(name, default=1.0) <= 0:
+                raise ConfigurationError(
+                    f"{name} = {raw.get(name)} in {raw.where}; it must be above 0."
+                )
         hidden = raw.whole("hidden_size", "embedding_dim")
         heads = raw.whole("num_heads", default=8)
         sizes = [
             int(hidden * raw.number(name, default=default))
             for name, default in (("qk_dim_factor", 0.5), ("v_dim_factor", 1.0))
         ]
-        if any(size % heads for size in sizes):
+        if any(size % heads or not size for size in sizes):
             raise ConfigurationError(
                 f"num_heads = {heads} in {raw.where} does not divide {sizes[0]} numbers of queries "
                 f"and {sizes[1]} of values."

@@ -51,6 +51,10 @@ class Zamba2(Family):
                 f"{raw.where} is not supported: their numbers must be equal."
             )
         mamba_heads = raw.whole("n_mamba_heads", default=8)
+        mamba_dim = int(raw.number("mamba_expand", default=2) * hidden) // mamba_heads
+        raw.refuse_unless("mamba_headdim", mamba_dim)
+        uses = [i for i, letter in enumerate(letters) if letter == SHARED_TRANSFORMER]
+        raw.refuse_unless("hybrid_layer_ids", uses)
         size = raw.whole("intermediate_size", default=4 * hidden)
         activation = raw.get("hidden_act", default="gelu")
         # As transformers does: time_step_min bounds the step sizes.
@@ -61,7 +65,7 @@ class Zamba2(Family):
             norm_eps=raw.number("rms_norm_eps", default=1e-5),
             mamba=Mamba2Config(
                 num_heads=mamba_heads,
-                head_dim=int(raw.get("mamba_expand", default=2) * hidden) // mamba_heads,
+                head_dim=mamba_dim,
                 state_size=raw.whole("mamba_d_state", default=64),
                 num_groups=raw.whole("mamba_ngroups", default=1),
                 conv_width=raw.whole("mamba_d_conv", default=4),

@@ -49,6 +49,7 @@ class Zaya(TwoBlockFamily):
             raise ConfigurationError(
                 f"Layers of type {unknown[0]!r} in {raw.where} are not supported."
             )
+        raw.check_count("layer_types", layers)
         letters = [_LETTERS[layer] for layer in layers]
         return HybridModelConfig(
             **raw.common(max_positions=131072, tied=True),
@@ -100,7 +101,7 @@ class Zaya(TwoBlockFamily):
                 f"rope_parameters in {raw.where} say nothing of layers of kind {kind!r}."
             )
         raw = replace(raw, values={**raw.values, "rope_parameters": said})
-        return raw.rope(attention.head_dim, layers=kind)
+        return raw.rope(attention.head_dim, 1.0, layers=kind)
 
     def places(self, config: HybridModelConfig, block: int | None, role: str) -> list[Location]:
         if role == "final_norm" and config.model_type == zaya_legacy.LEGACY:
