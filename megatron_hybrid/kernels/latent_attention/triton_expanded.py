@@ -69,7 +69,7 @@ def long_prompts(paged: PagedSequences, shape: AttentionShape) -> Prompts | None
 
 def fits(weights: LatentWeights, shape: AttentionShape) -> bool:
     """Whether the kernels take heads of these sizes: tiles of powers of two, on whole vectors."""
-    nope, v_dim, turned = weights.key.shape[1], weights.value.shape[1], _turned(shape)
+    nope, v_dim, turned = weights.nope, weights.value.shape[1], _turned(shape)
     sizes = [nope, v_dim, *([turned] if turned else [])]
     return all(16 <= size <= 256 and size == next_power_of_2(size) for size in sizes)
 
@@ -96,8 +96,7 @@ def attend(
     for first in range(0, heads, at_once):
         own = slice(first, min(first + at_once, heads))
         count = own.stop - own.start
-        both = torch.cat((weights.key[own], weights.value[own]), dim=1).flatten(0, 1)
-        made = torch.mm(rows[:, :latent], both.t())
+        made = torch.mm(rows[:, :latent], weights.both[own].flatten(0, 1).t())
         tiles = prompts.tokens // _ROWS + sequences
         _attention_kernel[(tiles * count,)](
             query[:, own], _tiles(made, nope), _tiles(made, v_dim), turned_tiles, output[:, own],
