@@ -19,7 +19,7 @@ from megatron_hybrid.kernels.experts.protocol import ExpertWeights
 from megatron_hybrid.kernels.experts.sums import PairParts
 from megatron_hybrid.kernels.launching import cdiv, launched
 from megatron_hybrid.kernels.linear.codes import Kept
-from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight
 from megatron_hybrid.kernels.linear.products import (
     accumulate,
     accumulate_both,
@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-def choose_tile(pairs: int, num_experts: int, format: WeightFormat, dtype: torch.dtype) -> Tile:
+def choose_tile(pairs: int, num_experts: int, dtype: torch.dtype) -> Tile:
     """By how many rows an expert has on average."""
     average = pairs / num_experts
     if dtype.itemsize > 2:
@@ -73,7 +73,7 @@ def mix(
     (tokens, chosen), (num_experts, width, inner) = experts.shape, down.shape
     pairs, partial, dtype = tokens * chosen, layer.elsewhere > 0, x.dtype
     if tile is None:
-        tile = choose_tile(pairs, num_experts + layer.elsewhere, up.format, dtype)
+        tile = choose_tile(pairs, num_experts + layer.elsewhere, dtype)
     order, blocks = group(experts, num_experts, tile.pairs)
     count = blocks.shape[1]
     hidden = torch.empty(pairs, inner, dtype=dtype, device=experts.device)
