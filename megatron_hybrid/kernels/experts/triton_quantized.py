@@ -161,11 +161,11 @@ def _up_kernel(
         total, up, weight, scale, zero, inputs, scales, input_group, valid[None, :], begin + first,
         column, inner if GATED else None, 0, width, width, scale_row, KEPT, DEPTH, EVEN, STAGES,
     )  # fmt: skip
-    total = finish(total, scale, row_scale, column, scale_row, scales, input_group, valid, KEPT)
+    total = finish(total, scale, row_scale, column, scale_row, scales, valid, KEPT)
     total = activated(total, ACTIVATION)
     if GATED:
         column += inner
-        up = finish(up, scale, row_scale, column, scale_row, scales, input_group, valid, KEPT)
+        up = finish(up, scale, row_scale, column, scale_row, scales, valid, KEPT)
         total *= limited(up, ACTIVATION)
     target = hidden + row[:, None] * inner + n[None, :]
     total = total.T.to(hidden.dtype.element_ty)
@@ -196,7 +196,7 @@ def _down_kernel(
         valid[None, :], expert * width + first, column, 0, inner, inner, scale_row, KEPT, DEPTH,
         EVEN, STAGES,
     )  # fmt: skip
-    total = finish(total, scale, row_scale, column, scale_row, scales, input_group, valid, KEPT).T
+    total = finish(total, scale, row_scale, column, scale_row, scales, valid, KEPT).T
     total *= tl.load(shares + pair, mask=valid, other=0.0)[:, None]
     target = parts + pair[:, None] * width + n[None, :]
     mask = valid[:, None] & (n < width)[None, :]
