@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.kernel_set import KernelSet
-from megatron_hybrid.kernels.protocols import Inputs, Mamba1Constants, Mamba1Tokens, Reader
+from megatron_hybrid.kernels.protocols import Inputs, Mamba1Constants, Mamba1Tokens
 from megatron_hybrid.kernels.replay_protocol import Replays
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
@@ -55,10 +55,6 @@ class HeadedMamba1(RecurrentMixer):
 
     def kernel(self, kernels: KernelSet | Replays) -> Any:
         return kernels.mamba1_scan
-
-    @property
-    def reader(self) -> Reader | None:
-        return self.in_proj.reader
 
     def weight_parts(self) -> Parts:
         rank, total, heads = self.parallel.rank, self.config.inner_size, self.config.heads

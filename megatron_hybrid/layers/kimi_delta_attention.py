@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.kernel_set import KernelSet
-from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens, Inputs, Reader
+from megatron_hybrid.kernels.protocols import DeltaRuleConstants, DeltaRuleTokens, Inputs
 from megatron_hybrid.kernels.replay_protocol import Replays
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
@@ -82,10 +82,6 @@ class KimiDeltaAttention(RecurrentMixer):
 
     def kernel(self, kernels: KernelSet | Replays) -> Any:
         return kernels.gated_delta_rule
-
-    @property
-    def reader(self) -> Reader | None:
-        return self.in_proj.reader
 
     def weight_parts(self) -> Parts:
         rank, config, (size, *_) = self.parallel.rank, self.config, self.conv_sections

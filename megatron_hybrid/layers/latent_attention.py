@@ -127,10 +127,9 @@ class LatentAttention(CachedAttention):
 
     @property
     def weights(self) -> LatentWeights:
-        """Views of `kv_b_proj`."""
+        """A view of `kv_b_proj`."""
         by_head = self.kv_b_proj.unflatten(0, (self.heads, -1))
-        nope = self.config.qk_nope_head_dim
-        return LatentWeights(by_head[:, :nope], by_head[:, nope:])
+        return LatentWeights(by_head, self.config.qk_nope_head_dim)
 
     def plain_weights(self) -> Iterator[Tensor]:
         """What tokens are multiplied with besides linear layers' weights, of heads one's."""

@@ -22,7 +22,6 @@ from megatron_hybrid.kernels.protocols import (
     Inputs,
     Mamba2Constants,
     Mamba2Tokens,
-    Reader,
 )
 from megatron_hybrid.kernels.replay_protocol import Replays
 from megatron_hybrid.layers.kernel_plans import KernelPlans
@@ -108,10 +107,6 @@ class LightningAttention(RecurrentMixer):
 
     def kernel(self, kernels: KernelSet | Replays) -> Any:
         return kernels.mamba2_scan
-
-    @property
-    def reader(self) -> Reader | None:
-        return self.in_proj.reader
 
     def weight_parts(self) -> Parts:
         rank, total = self.parallel.rank, self.parallel.size * self.inner

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.kernels.projected import LowRank
-from megatron_hybrid.kernels.protocols import Inputs, Mamba1Constants, Mamba1Tokens, Reader
+from megatron_hybrid.kernels.protocols import Inputs, Mamba1Constants, Mamba1Tokens
 from megatron_hybrid.kernels.replay_protocol import Replays
 from megatron_hybrid.layers.headed_mamba1 import HeadedMamba1
 from megatron_hybrid.layers.kernel_plans import KernelPlans, PartKind
@@ -83,10 +83,6 @@ class Mamba1(RecurrentMixer):
 
     def kernel(self, kernels: KernelSet | Replays) -> Any:
         return kernels.mamba1_scan
-
-    @property
-    def reader(self) -> Reader | None:
-        return self.in_proj.reader
 
     def weight_parts(self) -> Parts:
         rank, total = self.parallel.rank, self.config.inner_size

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.kernel_set import KernelSet
-from megatron_hybrid.kernels.protocols import Inputs, Mamba2Constants, Mamba2Tokens, Reader
+from megatron_hybrid.kernels.protocols import Inputs, Mamba2Constants, Mamba2Tokens
 from megatron_hybrid.kernels.replay_protocol import Replays
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
@@ -97,10 +97,6 @@ class Mamba2(RecurrentMixer):
 
     def kernel(self, kernels: KernelSet | Replays) -> Any:
         return kernels.mamba2_scan
-
-    @property
-    def reader(self) -> Reader | None:
-        return self.in_proj.reader
 
     def weight_parts(self) -> Parts:
         rank, config = self.parallel.rank, self.config

@@ -20,11 +20,13 @@ from megatron_hybrid.kernels.protocols import (
     ConvConstants,
     Gates,
     Plan,
+    Reader,
 )
 from megatron_hybrid.kernels.replay_protocol import Replays
 from megatron_hybrid.kernels.state_rounding.reference import layer_seed
 from megatron_hybrid.layers.inputs import StateSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans, PartKind, StepPart
+from megatron_hybrid.layers.linear import ColumnParallelLinear
 from megatron_hybrid.layers.mixer import LayerContext, Mixer, parameter
 from megatron_hybrid.layers.parts import Parts, Rows, sections
 from megatron_hybrid.layers.rope import RopeConfig
@@ -36,7 +38,8 @@ Ring = TypeVar("Ring")
 
 class RecurrentMixer(Mixer):
     """`kind` names the layers that share their plans, and `rope`, where they have positions. A
-    subclass gives `kernel` where it has more than a convolution."""
+    subclass gives `kernel` where it has more than a convolution, and most have an `in_proj`, which
+    their input goes through first."""
 
     kind: ClassVar[str]
     rope: RopeConfig | None = None
@@ -84,6 +87,11 @@ class RecurrentMixer(Mixer):
     @property
     def recurrent(self) -> RecurrentMixer:
         return self
+
+    @property
+    def reader(self) -> Reader | None:
+        own = self._modules.get("in_proj")
+        return own.reader if isinstance(own, ColumnParallelLinear) else None
 
     @property
     def has_conv(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_hybrid.kernels.channel_scans import RGLRUConstants, RGLRUTokens
 from megatron_hybrid.kernels.elementwise import sigmoid
 from megatron_hybrid.kernels.kernel_set import KernelSet
-from megatron_hybrid.kernels.protocols import Inputs, Reader
+from megatron_hybrid.kernels.protocols import Inputs
 from megatron_hybrid.kernels.replay_protocol import Replays
 from megatron_hybrid.kernels.rg_lru.reference import log_decays
 from megatron_hybrid.layers.kernel_plans import KernelPlans
@@ -70,10 +70,6 @@ class RGLRU(RecurrentMixer):
 
     def kernel(self, kernels: KernelSet | Replays) -> Any:
         return kernels.rg_lru
-
-    @property
-    def reader(self) -> Reader | None:
-        return self.in_proj.reader
 
     def weight_parts(self) -> Parts:
         rank, heads, total = self.parallel.rank, self.config.heads, self.config.channels

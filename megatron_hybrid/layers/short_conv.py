@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_hybrid.kernels.protocols import Gates, Inputs, Reader
+from megatron_hybrid.kernels.protocols import Gates, Inputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext
 from megatron_hybrid.layers.parts import Parts, Rows, fused, row_parallel
@@ -37,10 +37,6 @@ class ShortConv(RecurrentMixer):
         self.channels = channels
         self.in_proj = context.to_rows(3 * channels, config.bias)
         self.out_proj = context.to_hidden(channels, config.bias)
-
-    @property
-    def reader(self) -> Reader | None:
-        return self.in_proj.reader
 
     def weight_parts(self) -> Parts:
         first, total = self.parallel.rank * self.channels, self.parallel.size * self.channels

@@ -82,14 +82,13 @@ class LatentAttentionUnderAutograd(Over):
     ) -> Tensor:
         """As in LatentAttention."""
 
-        def kernel(query: Tensor, _: Tensor, *both: Tensor) -> Any:
-            return self.inner.attend(query, LatentWeights(*both), cache, plan.inner)
+        def kernel(query: Tensor, _: Tensor, both: Tensor) -> Any:
+            return self.inner.attend(query, weights._replace(both=both), cache, plan.inner)
 
-        def formula(query: Tensor, key: Tensor, *both: Tensor) -> Any:
-            return formulas.latent_attention(
-                query, key, LatentWeights(*both), plan.scale, self.sequences
-            )
+        def formula(query: Tensor, key: Tensor, both: Tensor) -> Any:
+            own = weights._replace(both=both)
+            return formulas.latent_attention(query, key, own, plan.scale, self.sequences)
 
         key = self.kept.pop(id(cache.key))
-        y: Tensor = recomputed(kernel, formula, query, key, *weights)
+        y: Tensor = recomputed(kernel, formula, query, key, weights.both)
         return y

@@ -339,4 +339,5 @@ def latent_weights(
     assert size is not None
     value = torch.randn((shape.heads, v_dim, size), generator=torch.Generator().manual_seed(3))
     key = torch.eye(size).expand(shape.heads, -1, -1)
-    return LatentWeights(key.to(device, shape.dtype), value.to(device, shape.dtype)), value.double()
+    both = torch.cat((key, value), dim=1).to(device, shape.dtype)
+    return LatentWeights(both, size), value.double()

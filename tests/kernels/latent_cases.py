@@ -98,13 +98,13 @@ def latent_step(
     latent = wide[:, shape.heads * width : -3]
     query.copy_(normal(*query.shape))
     latent.copy_(step.key[:, 0])
-    split = normal(shape.heads, nope + v_dim, size) * size**-0.5
+    both = normal(shape.heads, nope + v_dim, size) * size**-0.5
     stored, scale = step.cache.key, step.cache.k_scale
     ends = [(keys - n, keys) for n, keys in lengths]
     positions = torch.cat([torch.arange(*span) for span in ends]).to(step.paged.kv_slot)
     return LatentStep(
         shape, step.paged, query, latent, LatentNorm(1 + 0.3 * normal(size), EPS),
-        LatentWeights(split[:, :nope], split[:, nope:]), positions,
+        LatentWeights(both, nope), positions,
         KVCache(stored, stored[..., :size], scale, scale),
     )  # fmt: skip
 

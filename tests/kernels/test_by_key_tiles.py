@@ -49,8 +49,15 @@ def test_queries_have_their_values_and_the_bits_that_they_have_alone(
     plan = reference.plan(step.paged, shape)
     others = reference.attend(step.query, step.cache, plan)
     torch.testing.assert_close(found, others, atol=tolerance, rtol=tolerance)
+    check_bits_alone(step, shape, found, LENGTHS)
+
+
+def check_bits_alone(
+    step: AttentionStep, shape: AttentionShape, found: torch.Tensor, lengths: list[tuple[int, int]]
+) -> None:
+    """What was found for the queries of a step is what each one by itself gives."""
     host, first = step.paged.host, 0
-    for i, (queries, keys) in enumerate(LENGTHS):
+    for i, (queries, keys) in enumerate(lengths):
         blocks = host.kv_indices[host.kv_indptr[i] : host.kv_indptr[i + 1]]
         for j in range(0, queries, usually(5, 1)):
             count = keys - queries + j + 1  # keys that it sees
@@ -62,6 +69,18 @@ def test_queries_have_their_values_and_the_bits_that_they_have_alone(
             one = by_key_tiles.attend(step.query[at], step.cache, by_key_tiles.plan(paged, shape))
             assert torch.equal(one, found[at]), (i, j)
         first += queries
+
+
+def test_the_bits_are_those_that_a_query_has_alone_with_several_threads() -> None:
+    """A product that is alone is computed by all of them."""
+    shape, lengths = attention_shape(5, 1, 64, 4), [(1, 70), (1, 5), (2, 64)]
+    step = attention_step(lengths, shape, seed=1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        check_bits_alone(step, shape, attended(step, shape), lengths)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_token_sees_a_window() -> None:

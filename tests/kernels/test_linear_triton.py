@@ -287,7 +287,7 @@ def test_chained_tiles_have_the_bits_of_whole_ones(
 
 def test_few_rows_are_limited() -> None:
     x, weight, _ = few_rows_case(65, 16, 16, False, torch.float16)
-    with pytest.raises(ValueError, match="x has 65 rows, must have at most 64"):
+    with pytest.raises(ValueError, match="x has 65 rows; it must have at most 64"):
         few_rows.multiply(x, weight)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_hybrid.errors import WeightsError
 from megatron_hybrid.layers.attention import Attention
-from megatron_hybrid.models.checkpoints.updates import update_model
+from megatron_hybrid.models.checkpoints.updates import ModelUpdates
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import TinyModel, load
@@ -125,6 +125,6 @@ def test_new_weights_leave_the_scales_of_what_is_cached(
     name = "model.layers.2.self_attn.k_proj.k_scale"
     folder = with_scales(tiny, "bamba", tmp_path, {name: torch.tensor(0.5)})
     model = load(folder, parallel, kv_dtype=FP8)
-    update_model(model, tiny("bamba").folder)
-    update_model(model, {name: torch.tensor(2.0)})
+    ModelUpdates(model).update(tiny("bamba").folder)
+    ModelUpdates(model).update({name: torch.tensor(2.0)})
     assert scales(model) == [(0.5, 1.0)]

@@ -26,7 +26,7 @@ from convert.writer import Piece, StoredTensor, write_checkpoint
 from megatron_hybrid import LLM, ConfigurationError, SamplingParams, WeightsError, reference_model
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.checkpoints.megatron_checkpoint import MegatronCheckpoint
-from megatron_hybrid.models.checkpoints.updates import update_model
+from megatron_hybrid.models.checkpoints.updates import ModelUpdates
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import load
 from tests.models.driver import run_in_segments
@@ -273,12 +273,12 @@ def test_new_weights_come_from_a_checkpoint(
     make_tiny_model("llama", tmp_path / "other", seed=5)
     model = load(tmp_path / "other", parallel)
     source, megatron = llama
-    update_model(model, megatron)
+    ModelUpdates(model).update(megatron)
     assert torch.equal(run_in_segments(model, TOKENS, []), logits(source, parallel))
     make_tiny_model("llama", tmp_path / "larger", num_hidden_layers=4)
     to_megatron(tmp_path / "larger", tmp_path / "larger-megatron", progress=False)
     with pytest.raises(WeightsError, match="pattern|no place|rows|begin with"):
-        update_model(model, tmp_path / "larger-megatron")
+        ModelUpdates(model).update(tmp_path / "larger-megatron")
     assert torch.equal(run_in_segments(model, TOKENS, []), logits(source, parallel))
 
 

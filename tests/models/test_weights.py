@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_hybrid.errors import ConfigurationError, WeightsError
-from megatron_hybrid.models.checkpoints.updates import update_model
+from megatron_hybrid.models.checkpoints.updates import ModelUpdates
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.conftest import TinyModel, load, random_tokens
 from tests.models.driver import run_in_segments
@@ -268,7 +268,7 @@ def test_a_tied_head_with_other_values_is_refused(
         load(tmp_path, parallel)
     ours = load(model.folder, parallel)
     with pytest.raises(WeightsError, match="different values"):
-        update_model(ours, {embedding: head + 1, "lm_head.weight": head})
+        ModelUpdates(ours).update({embedding: head + 1, "lm_head.weight": head})
     assert ours.embedding is not None
     assert torch.equal(ours.embedding.weight, tensors[embedding]), "nothing was changed"
 
@@ -307,7 +307,7 @@ def test_two_spellings_of_one_name_are_refused(
     with pytest.raises(WeightsError, match="are names of the same weight"):
         load(tmp_path, parallel)
     with pytest.raises(WeightsError, match="are names of the same weight"):
-        update_model(model.ours, [(name, torch.ones(64)) for name in names])
+        ModelUpdates(model.ours).update([(name, torch.ones(64)) for name in names])
 
 
 def test_two_sets_of_files_are_refused(

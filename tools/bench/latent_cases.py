@@ -119,7 +119,7 @@ class _Latent:
         query = bench.normal(tokens, config.num_heads, config.query_dim)
         rows = config.qk_nope_head_dim + config.v_head_dim
         both: Tensor = bench.normal(config.num_heads, rows, config.kv_lora_rank)
-        weights = LatentWeights(*both.split([config.qk_nope_head_dim, config.v_head_dim], 1))
+        weights = LatentWeights(both, config.qk_nope_head_dim)
         cache = self._cache(blocks, dtype)
         return {"ours": lambda: latent.attend(query, weights, cache, plan)}
 

@@ -28,7 +28,7 @@ class Timing(NamedTuple):
     captured: bool  # in a CUDA graph; otherwise the time to launch it may be in it
 
 
-def time_calls(calls: Sequence[Call], device: torch.device, capture: bool = True) -> Timing:
+def time_calls(calls: Sequence[Call], device: torch.device) -> Timing:
     """Seconds of one call, of several that do the same on different inputs.
 
     On a GPU all of them are captured in one CUDA graph, which is replayed; what can't be captured
@@ -39,18 +39,16 @@ def time_calls(calls: Sequence[Call], device: torch.device, capture: bool = True
     if device.type != "cuda":
         return Timing(_median(lambda: _host_seconds(calls)) / len(calls), False)
     torch.cuda.synchronize()
-    if capture:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                for call in calls:
-                    call()
-        except RuntimeError:  # it waits for the device, or allocates outside of torch
-            torch.cuda.synchronize()
-        else:
-            graph.replay()
-            return Timing(_median(lambda: _device_seconds([graph.replay])) / len(calls), True)
-    return Timing(_median(lambda: _device_seconds(calls)) / len(calls), False)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+    except RuntimeError:  # it waits for the device, or allocates outside of torch
+        torch.cuda.synchronize()
+        return Timing(_median(lambda: _device_seconds(calls)) / len(calls), False)
+    graph.replay()
+    return Timing(_median(lambda: _device_seconds([graph.replay])) / len(calls), True)
 
 
 def _median(once: Callable[[], float]) -> float:

@@ -175,18 +175,9 @@ def _single_kernel(
     window = windows + read * state_slot
     inputs = ring + first_place * ring_place + channel
     before = inputs_before(
-        start,
-        first_unfolded,
-        inputs,
-        window,
-        channel,
-        channels,
-        read,
-        state_column,
-        ring_place,
-        RING,
-        WIDTH,
-    )
+        start, first_unfolded, inputs, window, channel, channels, read, state_column, ring_place,
+        RING, WIDTH,
+    )  # fmt: skip
 
     wait_for_inputs()
     let_next_start()
@@ -258,18 +249,9 @@ def _runs_kernel(
     window = windows + read * state_slot
     inputs = ring + first_place * ring_place + channel
     before = inputs_before(
-        start,
-        first_unfolded,
-        inputs,
-        window,
-        channel,
-        channels,
-        read,
-        state_column,
-        ring_place,
-        RING,
-        WIDTH,
-    )
+        start, first_unfolded, inputs, window, channel, channels, read, state_column, ring_place,
+        RING, WIDTH,
+    )  # fmt: skip
     if (kept > 0) & (first_unfolded < kept_position) & (kept_position <= start):
         values = inputs_before(
             kept_position, first_unfolded, inputs, window, channel, channels, read, state_column,

@@ -97,7 +97,7 @@ def _expert_parts(
     if isinstance(layer.up, QuantizedWeight) and _are_read_as_they_are(layer):
         # Steps are as deep for any number of pairs: what they give is added up outside of products.
         counted = pairs if dtype.itemsize == 2 else 0
-        tile = triton_quantized.choose_tile(counted, every, layer.up.format, dtype)
+        tile = triton_quantized.choose_tile(counted, every, dtype)
         return triton_quantized.mix(x, experts, weights, layer, tile).parts
     layer = layer._replace(up=plain_weight(layer.up, dtype), down=plain_weight(layer.down, dtype))
     if in_order_few.can_mix(plain, layer, pairs):

@@ -19,7 +19,7 @@ from megatron_hybrid.kernels.experts.protocol import ExpertWeights
 from megatron_hybrid.kernels.experts.sums import PairParts
 from megatron_hybrid.kernels.launching import cdiv, launched
 from megatron_hybrid.kernels.linear.codes import Kept
-from megatron_hybrid.kernels.linear.formats import QuantizedWeight, WeightFormat
+from megatron_hybrid.kernels.linear.formats import QuantizedWeight
 from megatron_hybrid.kernels.linear.products import (
     accumulate,
     accumulate_both,
@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-def choose_tile(pairs: int, num_experts: int, format: WeightFormat, dtype: torch.dtype) -> Tile:
+def choose_tile(pairs: int, num_experts: int, dtype: torch.dtype) -> Tile:
     """By how many rows an expert has on average."""
     average = pairs / num_experts
     if dtype.itemsize > 2:
@@ -73,7 +73,7 @@ def mix(
     (tokens, chosen), (num_experts, width, inner) = experts.shape, down.shape
     pairs, partial, dtype = tokens * chosen, layer.elsewhere > 0, x.dtype
     if tile is None:
-        tile = choose_tile(pairs, num_experts + layer.elsewhere, up.format, dtype)
+        tile = choose_tile(pairs, num_experts + layer.elsewhere, dtype)
     order, blocks = group(experts, num_experts, tile.pairs)
     count = blocks.shape[1]
     hidden = torch.empty(pairs, inner, dtype=dtype, device=experts.device)
@@ -161,11 +161,11 @@ def _up_kernel(
         total, up, weight, scale, zero, inputs, scales, input_group, valid[None, :], begin + first,
         column, inner if GATED else None, 0, width, width, scale_row, KEPT, DEPTH, EVEN, STAGES,
     )  # fmt: skip
-    total = finish(total, scale, row_scale, column, scale_row, scales, input_group, valid, KEPT)
+    total = finish(total, scale, row_scale, column, scale_row, scales, valid, KEPT)
     total = activated(total, ACTIVATION)
     if GATED:
         column += inner
-        up = finish(up, scale, row_scale, column, scale_row, scales, input_group, valid, KEPT)
+        up = finish(up, scale, row_scale, column, scale_row, scales, valid, KEPT)
         total *= limited(up, ACTIVATION)
     target = hidden + row[:, None] * inner + n[None, :]
     total = total.T.to(hidden.dtype.element_ty)
@@ -196,7 +196,7 @@ def _down_kernel(
         valid[None, :], expert * width + first, column, 0, inner, inner, scale_row, KEPT, DEPTH,
         EVEN, STAGES,
     )  # fmt: skip
-    total = finish(total, scale, row_scale, column, scale_row, scales, input_group, valid, KEPT).T
+    total = finish(total, scale, row_scale, column, scale_row, scales, valid, KEPT).T
     total *= tl.load(shares + pair, mask=valid, other=0.0)[:, None]
     target = parts + pair[:, None] * width + n[None, :]
     mask = valid[:, None] & (n < width)[None, :]

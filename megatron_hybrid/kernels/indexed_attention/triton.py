@@ -83,7 +83,7 @@ class TritonIndexedAttention:
         *,
         scores: int = _SCORES,
     ) -> None:
-        """Without an index."""
+        """`attention`, `latent_attention`: without an index. `scores`: as many are kept at once."""
         self._attention, self._latent_attention = attention, latent_attention
         self._splits = not batch_invariant  # what is beside a token may count
         self._scores = scores

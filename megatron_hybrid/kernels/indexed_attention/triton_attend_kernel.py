@@ -5,17 +5,18 @@ from __future__ import annotations
 import triton.language as tl
 
 from megatron_hybrid.kernels.dependent_launch import let_next_start, wait_for_inputs
-from megatron_hybrid.kernels.indexed_attention.triton_index_kernels import (
-    TABLES,
-    seen_by,
-    sequence_of,
-)
+from megatron_hybrid.kernels.indexed_attention.triton_index_kernels import seen_by
 from megatron_hybrid.kernels.launching import launched
-from megatron_hybrid.kernels.paged_attention.triton_split_kernels import _as_numbers
+from megatron_hybrid.kernels.paged_attention.triton_sequences import sequence_of
+from megatron_hybrid.kernels.paged_attention.triton_split_kernels import (
+    _LEAST,
+    _TABLES,
+    _as_numbers,
+)
 
 
 @launched(
-    do_not_specialize=["sequences", "tokens", "splits"], do_not_specialize_on_alignment=TABLES
+    do_not_specialize=["sequences", "tokens", "splits"], do_not_specialize_on_alignment=_TABLES
 )
 def attend_kernel(
     query, key_cache, value_cache, output, parts, sums, chosen,
@@ -51,7 +52,7 @@ def attend_kernel(
     written = inside[:, None] & (dim < HEAD_DIM)[None, :]
     place = query + (token * query_stride + head * query_head_stride)[:, None] + dim[None, :]
     q = tl.load(place, mask=written, other=0.0)
-    most = tl.full((ROWS,), -1e30, tl.float32)
+    most = tl.full((ROWS,), _LEAST, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, DIMS), tl.float32)
     chosen += token * CHOSEN

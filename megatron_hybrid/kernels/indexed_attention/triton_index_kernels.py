@@ -8,21 +8,10 @@ import triton.language as tl
 from megatron_hybrid.kernels.dependent_launch import let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.norm.triton import inverse_rms, scaled
+from megatron_hybrid.kernels.paged_attention.triton_sequences import sequence_of
+from megatron_hybrid.kernels.paged_attention.triton_split_kernels import _TABLES
 
-_SEQUENCES = tl.constexpr(128)  # that are searched at the same time
 _BINS = tl.constexpr(256)  # of a histogram of 8 bits
-TABLES = ["cu_seqlens", "kv_length", "kv_indptr", "kv_indices"]
-
-
-@triton.jit
-def sequence_of(token, cu_seqlens, sequences):
-    """That a token belongs to, which is no padding."""
-    found = -1
-    for begin in range(0, sequences, _SEQUENCES):
-        sequence = begin + tl.arange(0, _SEQUENCES)
-        first = tl.load(cu_seqlens + sequence, mask=sequence < sequences, other=2147483647)
-        found += tl.sum((first <= token).to(tl.int32), 0)
-    return found
 
 
 @triton.jit
@@ -143,7 +132,7 @@ def store_kernel(
 
 
 @launched(
-    do_not_specialize=["first_token", "sequences", "room"], do_not_specialize_on_alignment=TABLES
+    do_not_specialize=["first_token", "sequences", "room"], do_not_specialize_on_alignment=_TABLES
 )
 def score_kernel(
     query, weights, index, scores, cu_seqlens, kv_length, kv_indptr, kv_indices,
@@ -198,7 +187,7 @@ def _ordered(scores, first, count, BLOCK: tl.constexpr):
 
 
 @launched(
-    do_not_specialize=["first_token", "sequences", "room"], do_not_specialize_on_alignment=TABLES
+    do_not_specialize=["first_token", "sequences", "room"], do_not_specialize_on_alignment=_TABLES
 )
 def choose_kernel(
     scores, chosen, cu_seqlens, kv_length, first_token, sequences, room,

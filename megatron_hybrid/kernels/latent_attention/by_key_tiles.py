@@ -22,7 +22,7 @@ __all__ = ["attend", "most_captured", "plan", "prepare"]
 
 def attend(query: Tensor, weights: LatentWeights, cache: KVCache, plan: AttentionPlan) -> Tensor:
     """As in LatentAttention."""
-    nope = weights.key.shape[1]
+    nope = weights.nope
     absorbed = _by_head(query[..., :nope], weights.key.transpose(1, 2))
     wide = torch.cat((absorbed, query[..., nope:]), dim=-1)
     return _by_head(by_key_tiles.attend(wide, cache, plan), weights.value)

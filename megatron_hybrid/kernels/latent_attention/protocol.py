@@ -18,10 +18,21 @@ class LatentNorm(NamedTuple):
 
 
 class LatentWeights(NamedTuple):
-    """What this rank's heads make of a latent. Strided in any way but along the last dimension."""
+    """What this rank's heads make of a latent: keys' weights and values', head by head as
+    checkpoints have them."""
 
-    key: Tensor  # [heads, nope, value_dim]: of a head's key what is not rotated is key @ latent
-    value: Tensor  # [heads, v_dim, value_dim]: its value is value @ latent
+    both: Tensor  # [heads, nope + v_dim, value_dim], contiguous
+    nope: int
+
+    @property
+    def key(self) -> Tensor:
+        """[heads, nope, value_dim]: of a head's key what is not rotated is key @ latent."""
+        return self.both[:, : self.nope]
+
+    @property
+    def value(self) -> Tensor:
+        """[heads, v_dim, value_dim]: its value is value @ latent."""
+        return self.both[:, self.nope :]
 
 
 class LatentAttention(PagedKernel, Protocol):

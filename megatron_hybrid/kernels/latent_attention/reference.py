@@ -58,7 +58,7 @@ def rotated(x: Tensor, rotation: tuple[Tensor, Tensor], interleaved: bool) -> Te
 
 def attend(query: Tensor, weights: LatentWeights, cache: KVCache, plan: AttentionPlan) -> Tensor:
     """As in LatentAttention."""
-    nope = weights.key.shape[1]
+    nope = weights.nope
     absorbed = torch.einsum("thn,hnl->thl", query[..., :nope], weights.key)
     wide = torch.cat((absorbed, query[..., nope:]), dim=-1)
     numbers = (n * k * (q + wide.shape[2]) for n, q, k in (group.shape for group in plan.groups))

@@ -177,7 +177,7 @@ class TritonLatentAttention:
         of_prompts: bool = True,
     ) -> Tensor:
         """By latents alone; of all tokens, or of the decodes', which come first."""
-        nope = weights.key.shape[1]
+        nope = weights.nope
         absorbed = by_head(query[..., :nope], weights.key.transpose(1, 2))
         turned = query[..., nope:]
         latents = torch.empty_like(absorbed)

@@ -28,7 +28,10 @@ from megatron_hybrid.kernels.devices import stages_that_fit
 from megatron_hybrid.kernels.latent_attention.protocol import LatentWeights
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E
+from megatron_hybrid.kernels.paged_attention.triton_sequences import sequence_of
 from megatron_hybrid.kernels.paged_attention.triton_split_kernels import (
+    _LEAST,
+    _TABLES,
     _as_numbers,
     _finished,
     _item_of,
@@ -40,9 +43,6 @@ PAYS_FROM = 64
 MADE_BYTES = 256 << 20  # of keys and values at a time; of one head at least
 _ROWS, _KEYS = 128, 64  # of tiles
 _GATHERED = 16  # tokens at a time
-_LEAST = tl.constexpr(-1e30)
-_SEQUENCES = tl.constexpr(128)  # that are searched at the same time
-_TABLES = ["cu_seqlens", "kv_length", "kv_indptr", "kv_indices"]
 _SIZES = ["first_sequence", "sequences", "heads"]
 
 
@@ -69,7 +69,7 @@ def long_prompts(paged: PagedSequences, shape: AttentionShape) -> Prompts | None
 
 def fits(weights: LatentWeights, shape: AttentionShape) -> bool:
     """Whether the kernels take heads of these sizes: tiles of powers of two, on whole vectors."""
-    nope, v_dim, turned = weights.key.shape[1], weights.value.shape[1], _turned(shape)
+    nope, v_dim, turned = weights.nope, weights.value.shape[1], _turned(shape)
     sizes = [nope, v_dim, *([turned] if turned else [])]
     return all(16 <= size <= 256 and size == next_power_of_2(size) for size in sizes)
 
@@ -96,8 +96,7 @@ def attend(
     for first in range(0, heads, at_once):
         own = slice(first, min(first + at_once, heads))
         count = own.stop - own.start
-        both = torch.cat((weights.key[own], weights.value[own]), dim=1).flatten(0, 1)
-        made = torch.mm(rows[:, :latent], both.t())
+        made = torch.mm(rows[:, :latent], weights.both[own].flatten(0, 1).t())
         tiles = prompts.tokens // _ROWS + sequences
         _attention_kernel[(tiles * count,)](
             query[:, own], _tiles(made, nope), _tiles(made, v_dim), turned_tiles, output[:, own],
@@ -142,11 +141,7 @@ def _gather_kernel(
     """ROWS tokens of a block; zeros for those that its sequence does not see."""
     table = kv_indptr + first_sequence
     number = tl.load(table) + tl.program_id(0)
-    sequence = -1
-    for begin in range(0, sequences, _SEQUENCES):
-        other = begin + tl.arange(0, _SEQUENCES)
-        first = tl.load(table + other, mask=other < sequences, other=0)
-        sequence += tl.sum(((other < sequences) & (first <= number)).to(tl.int32), 0)
+    sequence = sequence_of(number, table, sequences)
     before = (number - tl.load(table + sequence)).to(tl.int32) * BLOCK_SIZE
     left = tl.load(kv_length + first_sequence + sequence).to(tl.int32) - before
     block = tl.load(kv_indices + number).to(tl.int64)

@@ -16,6 +16,10 @@ import triton.language as tl
 from megatron_hybrid.kernels.dependent_launch import let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.paged_attention.triton_split_kernels import (
+    _AT_ONCE,
+    _LEAST,
+    _ONES,
+    _TABLES,
     _as_numbers,
     _block_of,
     _finished,
@@ -25,10 +29,6 @@ from megatron_hybrid.kernels.paged_attention.triton_split_kernels import (
     _sequence_at,
 )
 
-_LEAST = tl.constexpr(-1e30)  # as in those
-_ONES = tl.constexpr(16)
-_AT_ONCE = tl.constexpr(8)  # parts that are loaded at the same time when they are joined
-_TABLES = ["cu_seqlens", "kv_length", "kv_indptr", "kv_indices"]
 _SIZES = ["sequences", "first_sequence", "room", "places", "split", "wanted"]
 
 

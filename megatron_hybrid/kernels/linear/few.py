@@ -166,5 +166,5 @@ def _of_codes(x, WORDS: tl.constexpr):
 def row_sums(total, scale, row_scale, row, scale_row, KEPT: tl.constexpr):
     """total [ROWS, ..] of chunk_sums -> [ROWS]."""
     sums = tl.sum(total, axis=1)[:, None]
-    sums = finish(sums, scale, row_scale, row, scale_row, None, 0, None, KEPT)
+    sums = finish(sums, scale, row_scale, row, scale_row, None, None, KEPT)
     return tl.reshape(sums, (total.shape[0],))

@@ -126,7 +126,7 @@ def multiply(
     tokens, parts = x.shape[0], 2 if gated else 1
     rows, columns = weight.shape[0] // parts, weight.shape[1]
     if tokens > LARGEST:
-        raise ValueError(f"x has {tokens} rows, must have at most {LARGEST}")
+        raise ValueError(f"x has {tokens} rows; it must have at most {LARGEST}.")
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     if not tokens:
         return y

@@ -247,9 +247,7 @@ def _inputs(inputs, k, columns, EVEN: tl.constexpr):
 
 
 @triton.jit
-def finish(
-    total, scale, row_scale, row, scale_row, input_scale, input_group, valid, KEPT: tl.constexpr
-):
+def finish(total, scale, row_scale, row, scale_row, input_scale, valid, KEPT: tl.constexpr):
     """What `accumulate` gave, times what is the same for a whole row of W or x. valid [TOKENS]."""
     if KEPT.group == 0:
         total *= tl.load(scale + row // KEPT.rows * scale_row)[:, None]

@@ -350,7 +350,7 @@ def _plain_inputs_kernel(
         last, total = sum_of_splits(total, partial, counter, place, mask, tokens, rows, SPLITS)
         if not last:
             return
-    total = finish(total.T, scale, row_scale, row, scale_row, None, 0, None, KEPT).T
+    total = finish(total.T, scale, row_scale, row, scale_row, None, None, KEPT).T
     if bias is not None:
         total += tl.load(bias + row).to(tl.float32)[None, :]
     tl.store(y + place, total.to(y.dtype.element_ty), mask=mask)

@@ -159,14 +159,12 @@ def multiply_activated(
     return few_rows.multiply(x, weight, bias, tile, activation=activation, gated=gated)
 
 
-def multiply_many(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Tile | None = None
-) -> Tensor:
+def multiply_many(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias in 16 bits, of rows that few_rows.fits takes."""
     (tokens, columns), rows = x.shape, weight.shape[0]
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     at_once = processors(x.device)
-    tile = choose_tile(tokens, rows, at_once) if tile is None else tile
+    tile = choose_tile(tokens, rows, at_once)
     tiles = cdiv(tokens, tile.tokens) * cdiv(rows, tile.rows)
     whole = rows % 8 == 0  # TMA writes rows of multiples of 16 bytes
     half = tile.rows // 2

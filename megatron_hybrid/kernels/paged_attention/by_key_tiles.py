@@ -101,7 +101,7 @@ def attend(
         for begin, active, rows, hidden in group.tiles:
             k, v = (_gathered(stored, rows, len(active)) for stored in (keys, values))
             own = q.index_select(0, active)
-            scores = torch.matmul(own, k.transpose(2, 3))
+            scores = _products(own, k.transpose(2, 3))
             if bias is not None:
                 distance = group.last_key.index_select(0, active)[:, None] - begin
                 distance = distance - torch.arange(KEYS, device=distance.device)
@@ -115,11 +115,19 @@ def attend(
             most.index_copy_(0, active, now)
             sums = total.index_select(0, active) * factor + weights.sum(-1)
             total.index_copy_(0, active, sums)
-            part = out.index_select(0, active) * factor[..., None] + torch.matmul(weights, v)
+            part = out.index_select(0, active) * factor[..., None] + _products(weights, v)
             out.index_copy_(0, active, part)
         out = out / torch.where(total > 0, total, 1)[..., None]
         output[here] = out.flatten(1, 2).to(query.dtype)
     return output if cache.v_scale == 1.0 else output.mul_(cache.v_scale)
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of [n, kv_heads, ...]. Several products the library computes by one thread each, but
+    one alone by all threads, and sums it otherwise: it is computed as two, then."""
+    if a.shape[:2] != (1, 1):
+        return torch.matmul(a, b)
+    return torch.matmul(a.expand(2, -1, -1, -1), b.expand(2, -1, -1, -1))[:1]
 
 
 def _biases(weights: Tensor, bank: Tensor, distance: Tensor) -> Tensor:

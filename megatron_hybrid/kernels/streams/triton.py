@@ -6,6 +6,8 @@ of some columns, where streams are added up, or of whole rows.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -20,51 +22,27 @@ _COLUMNS = 512  # of a program, in all streams
 
 def gated_mean(gates: Tensor, streams: Tensor) -> Tensor:
     """As in Streams."""
-    tokens, count, size = streams.shape
-    out = streams.new_empty((tokens, size))
-    block = _block(size)
-    if tokens:
-        _gated_mean_kernel[(tokens * cdiv(size, block),)](
-            gates, streams, out, count, size,
-            STREAMS=next_power_of_2(count), BLOCK=block, num_warps=4, **OPTIONS,
-        )  # fmt: skip
+    out = streams.new_empty((len(streams), streams.shape[2]))
+    _launch(_gated_mean_kernel, streams, (gates, streams, out))
     return out
 
 
 def weighted(streams: Tensor, weights: Tensor) -> Tensor:
     """As in Streams."""
-    tokens, count, size = streams.shape
-    out = streams.new_empty((tokens, size))
-    block = _block(size)
-    if tokens:
-        _weighted_kernel[(tokens * cdiv(size, block),)](
-            streams, weights, out, count, size, weights.stride(0),
-            STREAMS=next_power_of_2(count), BLOCK=block, num_warps=4, **OPTIONS,
-        )  # fmt: skip
+    out = streams.new_empty((len(streams), streams.shape[2]))
+    _launch(_weighted_kernel, streams, (streams, weights, out), weights.stride(0))
     return out
 
 
 def injected(streams: Tensor, x: Tensor, gates: Tensor) -> Tensor:
     """As in Streams; in the streams' place."""
-    tokens, count, size = streams.shape
-    block = _block(size)
-    if tokens:
-        _injected_kernel[(tokens * cdiv(size, block),)](
-            streams, x, gates, count, size, x.stride(0), gates.stride(0),
-            STREAMS=next_power_of_2(count), BLOCK=block, num_warps=4, **OPTIONS,
-        )  # fmt: skip
+    _launch(_injected_kernel, streams, (streams, x, gates), x.stride(0), gates.stride(0))
     return streams
 
 
 def mixed(streams: Tensor, x: Tensor, weights: StreamWeights) -> Tensor:
     """As in Streams; in the streams' place."""
-    tokens, count, size = streams.shape
-    block = _block(size)
-    if tokens:
-        _mixed_kernel[(tokens * cdiv(size, block),)](
-            streams, x, weights.after, weights.mixing, size, x.stride(0),
-            COUNT=count, STREAMS=next_power_of_2(count), BLOCK=block, num_warps=4, **OPTIONS,
-        )  # fmt: skip
+    _launch(_mixed_kernel, streams, (streams, x, weights.after, weights.mixing), x.stride(0))
     return streams
 
 
@@ -96,8 +74,16 @@ def balanced(logits: Tensor, streams: int, iterations: int, eps: float) -> Strea
     return StreamWeights(before, after, mixing)
 
 
-def _block(size: int) -> int:
-    return min(_COLUMNS, next_power_of_2(size))
+def _launch(kernel: Any, streams: Tensor, tensors: tuple[Tensor, ...], *rows: int) -> None:
+    """A program for each token of the streams and some of their columns. `rows`: how far apart
+    those of the tensors are that may be strided."""
+    tokens, count, size = streams.shape
+    block = min(_COLUMNS, next_power_of_2(size))
+    if tokens:
+        kernel[(tokens * cdiv(size, block),)](
+            *tensors, count, size, *rows,
+            STREAMS=next_power_of_2(count), BLOCK=block, num_warps=4, **OPTIONS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -158,20 +144,20 @@ def _injected_kernel(
 
 @launched
 def _mixed_kernel(
-    streams, x, after, mixing, size, x_row,
-    COUNT: tl.constexpr, STREAMS: tl.constexpr, BLOCK: tl.constexpr,
+    streams, x, after, mixing, count: tl.constexpr, size, x_row,
+    STREAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs()
     let_next_start()
     token, column, there = _part_of_token(size, BLOCK)
     stream = tl.arange(0, STREAMS)
-    is_one = stream < COUNT
-    weights = tl.load(after + token * COUNT + stream, mask=is_one, other=0)
+    is_one = stream < count
+    weights = tl.load(after + token * count + stream, mask=is_one, other=0)
     values = tl.load(x + token * x_row + column, mask=there, other=0).to(tl.float32)
     total = weights[:, None] * values[None, :]
-    first = streams + token * COUNT * size + column
-    for i in tl.static_range(COUNT):  # all are read before any is written
-        row = tl.load(mixing + (token * COUNT + i) * COUNT + stream, mask=is_one, other=0)
+    first = streams + token * count * size + column
+    for i in tl.static_range(count):  # all are read before any is written
+        row = tl.load(mixing + (token * count + i) * count + stream, mask=is_one, other=0)
         values = tl.load(first + i * size, mask=there, other=0).to(tl.float32)
         total += row[:, None] * values[None, :]
     tl.debug_barrier()

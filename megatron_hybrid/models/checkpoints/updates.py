@@ -39,11 +39,6 @@ from megatron_hybrid.models.hybrid_model import HybridModel
 WeightsSource = str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | SentTensors
 
 
-def update_model(model: HybridModel, source: WeightsSource) -> frozenset[str]:
-    """Once: see ModelUpdates.update."""
-    return ModelUpdates(model).update(source)
-
-
 class ModelUpdates:
     """New weights for one model, whose memory stays where it is. A large model's come in many
     pieces: what they have to fit is looked up once."""
