@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache
-from megatron_hybrid.kernels.protocols import Inputs, RelativeBias
+from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
+from megatron_hybrid.kernels.protocols import Inputs
 from megatron_hybrid.layers.attention import Attention, AttentionConfig
 from megatron_hybrid.layers.convolutions import Convolutions, of_hidden
 from megatron_hybrid.layers.kernel_plans import KernelPlans

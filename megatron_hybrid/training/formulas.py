@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights, Router
 from megatron_hybrid.kernels.latent_attention.protocol import LatentNorm, LatentWeights
+from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
 from megatron_hybrid.kernels.protocols import (
     DeltaRuleConstants,
     DeltaRuleTokens,
@@ -25,7 +26,6 @@ from megatron_hybrid.kernels.protocols import (
     Mamba1Tokens,
     Mamba2Constants,
     Mamba2Tokens,
-    RelativeBias,
 )
 
 # Tokens of Mamba2's chunks: the work in one grows with its square.
