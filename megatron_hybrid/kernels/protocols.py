@@ -288,6 +288,11 @@ class Norm(Protocol):
     def add_rms_norm_over_ranks(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
         """add_rms_norm of the sum over ranks, where a kernel can do both; see norm/triton.py."""
 
+    def l2_clip(self, x: Tensor, scale: Tensor | None, most: float) -> Tensor:
+        """y = x * scale with vectors, over the last dimension, of a length of `most` at most:
+        longer ones are y * most / (|y| + 1e-6). x [tokens, heads, size] (tokens and heads may be
+        strided), scale [heads, size] (None: 1) -> the same as x, contiguous."""
+
     def gated_rms_norm(
         self,
         x: Tensor,
@@ -344,7 +349,8 @@ class Rope(Protocol):
 
 
 class Activation(Protocol):
-    """`activation` is a key of activation.reference.ACTIVATIONS; `into`: see Norm."""
+    """`activation` is a key of activation.reference.ACTIVATIONS, or what its limit_of or caps_of
+    know; `into`: see Norm."""
 
     def activate(
         self, x: Tensor, activation: str, gated: bool, into: Reader | None = None

@@ -87,6 +87,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
     return (wide * scale * weight.float()).to(dtype or weight.dtype)
 
 
+def l2_clip(x: Tensor, scale: Tensor | None, most: float) -> Tensor:
+    """As in Norm."""
+    y = x.float() if scale is None else x.float() * scale.float()
+    length = y.square().sum(-1, keepdim=True).sqrt()
+    return (y * (most / (length + 1e-6)).clamp(max=1)).to(x.dtype)
+
+
 def gated_rms_norm(
     x: Tensor,
     gate: Tensor,

@@ -107,6 +107,12 @@ class _Norm(Over):
         y: Tensor = recomputed(partial(self.inner.rms_norm, **options), formula, x, weight)
         return y
 
+    def l2_clip(self, x: Tensor, scale: Tensor | None, most: float) -> Tensor:
+        """As in Norm."""
+        kernel, formula = (partial(f, most=most) for f in (self.inner.l2_clip, formulas.l2_clip))
+        y: Tensor = recomputed(kernel, formula, x, scale)
+        return y
+
     def rms_norm_parts(
         self, x: Tensor, sections: tuple[int, int, int], weight: Tensor, eps: float
     ) -> Tensor:
