@@ -50,7 +50,7 @@ class AttentionConfig:
     input_multiplier: float = 1.0  # of what goes into it, before any bias
     out_multiplier: float = 1.0
 
-    def mixer(self, context: LayerContext) -> Attention:
+    def mixer(self, context: LayerContext) -> GroupedQueryAttention:
         """As in LayerConfig."""
         return Attention(self, context)
 
