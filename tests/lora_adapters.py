@@ -48,6 +48,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "minimax": (*ATTENTION, "qkv_proj", "output_gate", "out_proj"),
     "lfm2": ("q_proj", "k_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3"),
     "inkling": (*ATTENTION, *MLP, "r_proj"),
+    "inkling2": ("linear", "gate_proj", "sink_proj", "weight_proj"),
     "granite_moe_hybrid": (*ATTENTION, "input_linear", "output_linear", "in_proj", "out_proj"),
     "falcon_h1": (*ATTENTION, *MLP, "in_proj"),
     "zamba2": (*ATTENTION, "gate_up_proj", "down_proj", "in_proj", "out_proj"),
@@ -61,6 +62,7 @@ EXPERTS = {
     "inkling": (  # gates of shared experts could not be told from what they are gates of
         "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.shared_experts.down_proj",
     ),
+    "inkling2": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     "jamba": ("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
     "granite_moe_hybrid": (
         "block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj",

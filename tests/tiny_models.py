@@ -101,9 +101,11 @@ def draw(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Ten
         return torch.rand(shape, generator=generator)
     if last.startswith("time_"):  # decay and bonus of RWKV
         return normal - 1.0
-    if "conv" in name and like.ndim == 3:
+    if name.endswith("norm.scale"):  # Inkling 2's
+        return 1 + 0.2 * normal
+    if "conv" in name and like.ndim == 3 or last == "static_weight":
         return 0.5 * normal
-    if "embed" in name or "rel_logits" in name:
+    if "embed" in name or "rel_logits" in name or name.endswith(("position_bias.proj", "query")):
         return normal
     if "router_mlp" in name:  # or all tokens had the same expert
         return normal * 3 / math.sqrt(shape[-1])

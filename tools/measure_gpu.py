@@ -38,7 +38,7 @@ OTHERS = "multi_turn,fork,shared_system,long_resume"
 FAMILIES = """nemotron_h granite_moe_hybrid qwen3_5 qwen3_5_moe lfm2 falcon_mamba mamba jamba
     nemotron_h_moe mamba2 bamba falcon_h1 lfm2_moe qwen3_next zamba2 llama qwen3 kimi_linear
     bailing_hybrid lfm3 olmo_hybrid minimax bailing_moe_linear bailing_moe_v2_5 zamba
-    recurrent_gemma xlstm rwkv inkling zaya glm5_next qwen4_exp""".split()
+    recurrent_gemma xlstm rwkv inkling inkling2 zaya glm5_next qwen4_exp""".split()
 # Shapes of the table, and GB for their cached states.
 SHAPES = {
     "nemotron-h-8b": 56,

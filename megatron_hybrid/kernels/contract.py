@@ -276,6 +276,7 @@ class AttentionShape:
     `first_position`: KV before it is not seen. A query before it sees nothing: its output is
     undefined, or zeros on a GPU, where padded sequences have such queries.
     `relative`: scores have a bias by distance, a RelativeBias that attention is called with.
+    `sinks`: attention is called with sinks (see Attention).
     """
 
     heads: int
@@ -291,6 +292,7 @@ class AttentionShape:
     value_dim: int | None = None
     window: int = 0
     relative: bool = False
+    sinks: bool = False
     index: IndexShape | None = None  # None: queries see all
 
 

@@ -54,6 +54,7 @@ from megatron_hybrid.kernels.norm import reference as norm
 from megatron_hybrid.kernels.packed_states import reference as packing
 from megatron_hybrid.kernels.paged_attention import by_key_tiles
 from megatron_hybrid.kernels.paged_attention import reference as attention
+from megatron_hybrid.kernels.paged_attention.protocol import Attention
 from megatron_hybrid.kernels.projected import ProjectedMamba1
 from megatron_hybrid.kernels.refused_runs import refuse_runs
 from megatron_hybrid.kernels.replay import TORCH_REPLAYS
@@ -77,7 +78,7 @@ class KernelSet:
     """One implementation of each kind of kernel: a module, or an object that keeps workspaces."""
 
     name: str
-    attention: kinds.Attention
+    attention: Attention
     latent_attention: LatentAttention
     plan_decode: Callable[[DecodeSlots], kinds.Plan]  # of all recurrent kernels' `decode`
     # (runs, ring length): of scans' `decode_runs`
@@ -285,7 +286,7 @@ def _gpu() -> KernelSet:
     if importlib.util.find_spec("flashinfer") is None:
         from megatron_hybrid.kernels.paged_attention.triton import TritonAttention
 
-        attention: kinds.Attention = TritonAttention()
+        attention: Attention = TritonAttention()
     else:
         from megatron_hybrid.kernels.paged_attention.flashinfer import FlashInferAttention
 

@@ -14,11 +14,9 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.channel_scans import MLSTMTokens, RGLRUTokens, WKVTokens
 from megatron_hybrid.kernels.contract import (
-    AttentionShape,
     DecodeRuns,
     KVCache,
     PackedStates,
-    PagedSequences,
     PrefillSegments,
 )
 from megatron_hybrid.kernels.linear.formats import Weight, WeightFormat
@@ -254,48 +252,6 @@ class Packing(Protocol):
         """Into full slots."""
 
 
-class RelativeBias(NamedTuple):
-    """What is added to attention's scores, after their scale: each head of a token has a profile of
-    biases by distance of its own, a sum of those in a bank by its weights. The score of the key
-    that is d tokens before a query has weights . bank[:, d] more, from d = extent on nothing."""
-
-    weights: Tensor  # [tokens, heads, profiles] in the queries' type, tokens may be strided
-    bank: Tensor  # [profiles, extent] in the queries' type, contiguous
-
-    @property
-    def extent(self) -> int:
-        """Distances that have a bias."""
-        return int(self.bank.shape[1])
-
-
-class PagedKernel(Protocol):
-    """What reads a paged KV cache."""
-
-    def plan(self, paged: PagedSequences, shape: AttentionShape) -> Plan:
-        """Once a step; waits for nothing."""
-
-    def most_captured(self, shape: AttentionShape, prompts: int) -> int:
-        """Tokens of so many prompts up to which a step can be captured, if more than 512 are."""
-
-
-class Attention(PagedKernel, Protocol):
-    """Over a paged KV cache."""
-
-    def append(self, key: Tensor, value: Tensor, cache: KVCache, plan: Plan) -> None:
-        """The step's keys and values [tokens, kv_heads, head_dim] into the cache."""
-
-    def attend(
-        self, query: Tensor, cache: KVCache, plan: Plan, bias: RelativeBias | None = None
-    ) -> Tensor:
-        """query [tokens, heads, head_dim], tokens may be strided -> [tokens, heads, head_dim]. The
-        step's own keys and values are in the cache already. `bias`: where the shape is relative."""
-
-    def copy_tokens(self, cache: KVCache, source: Tensor, destination: Tensor) -> None:
-        """KV at the places source [tokens] to the places destination [tokens], counted like
-        PagedSequences.kv_slot (any integer type). Sources may repeat; no destination is a source
-        or named twice."""
-
-
 class Norm(Protocol):
     """RMS norms (Zhang and Sennrich, 2019) with statistics in float32. `into`: who reads the
     result, which is left rounded for them then."""
@@ -331,6 +287,11 @@ class Norm(Protocol):
     @property
     def add_rms_norm_over_ranks(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
         """add_rms_norm of the sum over ranks, where a kernel can do both; see norm/triton.py."""
+
+    def l2_clip(self, x: Tensor, scale: Tensor | None, most: float) -> Tensor:
+        """y = x * scale with vectors, over the last dimension, of a length of `most` at most:
+        longer ones are y * most / (|y| + 1e-6). x [tokens, heads, size] (tokens and heads may be
+        strided), scale [heads, size] (None: 1) -> the same as x, contiguous."""
 
     def gated_rms_norm(
         self,
@@ -388,7 +349,8 @@ class Rope(Protocol):
 
 
 class Activation(Protocol):
-    """`activation` is a key of activation.reference.ACTIVATIONS; `into`: see Norm."""
+    """`activation` is a key of activation.reference.ACTIVATIONS, or what its limit_of or caps_of
+    know; `into`: see Norm."""
 
     def activate(
         self, x: Tensor, activation: str, gated: bool, into: Reader | None = None

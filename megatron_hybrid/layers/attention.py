@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import FP8, AttentionShape, KVCache
 from megatron_hybrid.kernels.kernel_set import KernelSet
-from megatron_hybrid.kernels.protocols import HeadNorms, Inputs, PagedKernel, Plan, Reader
+from megatron_hybrid.kernels.paged_attention.protocol import PagedKernel
+from megatron_hybrid.kernels.protocols import HeadNorms, Inputs, Plan, Reader
 from megatron_hybrid.layers.cached_attention import CachedAttention
 from megatron_hybrid.layers.inputs import KVSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans
@@ -49,7 +50,7 @@ class AttentionConfig:
     input_multiplier: float = 1.0  # of what goes into it, before any bias
     out_multiplier: float = 1.0
 
-    def mixer(self, context: LayerContext) -> Attention:
+    def mixer(self, context: LayerContext) -> GroupedQueryAttention:
         """As in LayerConfig."""
         return Attention(self, context)
 

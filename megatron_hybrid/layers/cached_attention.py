@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape
 from megatron_hybrid.kernels.kernel_set import KernelSet
-from megatron_hybrid.kernels.protocols import PagedKernel, Plan
+from megatron_hybrid.kernels.paged_attention.protocol import PagedKernel
+from megatron_hybrid.kernels.protocols import Plan
 from megatron_hybrid.layers.inputs import KVSpec, LayerCaches, StepInputs
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, Mixer

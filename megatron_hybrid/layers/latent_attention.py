@@ -11,7 +11,8 @@ from torch import Tensor
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache
 from megatron_hybrid.kernels.kernel_set import KernelSet
 from megatron_hybrid.kernels.latent_attention.protocol import LatentNorm, LatentWeights
-from megatron_hybrid.kernels.protocols import Inputs, PagedKernel, Plan, Reader
+from megatron_hybrid.kernels.paged_attention.protocol import PagedKernel
+from megatron_hybrid.kernels.protocols import Inputs, Plan, Reader
 from megatron_hybrid.layers.cached_attention import CachedAttention
 from megatron_hybrid.layers.inputs import KVSpec
 from megatron_hybrid.layers.kernel_plans import KernelPlans

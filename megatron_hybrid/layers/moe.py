@@ -41,8 +41,8 @@ class MoEConfig:
     """`scoring` is "softmax" (Granite, Jamba, Qwen) or "sigmoid" (DeepSeek-V3, Nemotron-H; where
     `router_bias`, with a learned bias): see kernels.protocols.Router. `shared_gate`: the shared
     MLP's result is multiplied by a learned sigmoid of each token. `sinks`: so many more experts
-    that every token goes to, by weights of the router. `router`: what chooses instead, and may
-    choose none."""
+    that every token goes to, by weights of the router. `router_in_fp32`: its weight is kept so.
+    `router`: what chooses instead, and may choose none."""
 
     num_experts: int
     experts_per_token: int
@@ -54,6 +54,7 @@ class MoEConfig:
     normalize_weights: bool = True
     weights_eps: float = 1e-20  # added to the sum that sigmoid weights are divided by
     router_bias: bool = True
+    router_in_fp32: bool = False
     shared_gate: bool = False
     scaling_factor: float = 1.0
     global_scale: bool = False  # weights are multiplied by a learned number, too
@@ -95,6 +96,7 @@ class TopKRouter(nn.Module):
     def __init__(self, config: MoEConfig, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
+        dtype = torch.float32 if config.router_in_fp32 else dtype
         self.weight = parameter((config.num_experts + config.sinks, hidden_size), dtype)
         self.bias = None
         self.scale = parameter((1,), torch.float32) if config.global_scale else None

@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache
-from megatron_hybrid.kernels.protocols import Inputs, RelativeBias
-from megatron_hybrid.layers.attention import Attention, AttentionConfig
+from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
+from megatron_hybrid.kernels.protocols import Inputs
+from megatron_hybrid.layers.attention import (
+    Attention,
+    AttentionConfig,
+    GroupedQueryAttention,
+)
 from megatron_hybrid.layers.convolutions import Convolutions, of_hidden
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mixer import LayerContext, parameter
@@ -40,7 +45,7 @@ class RelativeAttentionConfig(AttentionConfig):
     log_scaling: LogScaling | None = None
     conv_width: int = 4
 
-    def mixer(self, context: LayerContext) -> RelativeAttention:
+    def mixer(self, context: LayerContext) -> GroupedQueryAttention:
         """As in LayerConfig."""
         return RelativeAttention(self, context)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from megatron_hybrid.kernels.protocols import Inputs, Reader
-from megatron_hybrid.layers.attention import Attention, AttentionConfig
+from megatron_hybrid.layers.attention import AttentionConfig, GroupedQueryAttention
 from megatron_hybrid.layers.kernel_plans import KernelPlans
 from megatron_hybrid.layers.mamba2 import Mamba2Config
 from megatron_hybrid.layers.mixer import LayerContext, Mixer
@@ -35,7 +35,7 @@ class SideBySide(Mixer):
         self.mamba = config.mamba.mixer(context)
 
     @property
-    def attention(self) -> Attention:
+    def attention(self) -> GroupedQueryAttention:
         return self.self_attn
 
     @property

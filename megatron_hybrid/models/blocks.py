@@ -176,9 +176,11 @@ class StreamsBlock(Block):
         ranks: RankGroup,
         entering: Addend,
         connection: Connection,
+        whole: bool,
     ) -> None:
+        """`whole`: as of BlockForm."""
         super().__init__(norm, mixer, ranks, entering)
-        self.streams = connection
+        self.streams, self.whole = connection, whole
 
     def forward(
         self, mixed: Mixed | None, residual: Tensor, plans: KernelPlans
@@ -188,7 +190,9 @@ class StreamsBlock(Block):
         x, weights = self.streams.enter(residual, plans.kernels)
         if self.norm is not None:
             x = self.norm(x, plans.kernels)
-        given = self.ranks.all_reduce(added_up(self.mixer(x, plans)))
+        given = added_up(self.mixer(x, plans))
+        if not self.whole:
+            given = self.ranks.all_reduce(given)
         return None, self.streams.leave(residual, given, weights, plans.kernels)
 
 
@@ -314,8 +318,8 @@ class BlockBuilder:
         assert streams is not None
         if isinstance(mixer, NGramEmbedding):
             return AddedToStreams(None, mixer, ranks, entering)
-        norm = norm if streams.has_norms else None
-        return StreamsBlock(norm, mixer, ranks, entering, streams.connection(context))
+        norm, whole = norm if streams.has_norms else None, self.config.form(context.layer).whole
+        return StreamsBlock(norm, mixer, ranks, entering, streams.connection(context), whole)
 
     def block(self, index: int, letter: str | None = None) -> Block:
         """Block `index` of the whole model, or behind it one of this kind. Raises

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights, Router
 from megatron_hybrid.kernels.latent_attention.protocol import LatentNorm, LatentWeights
+from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
 from megatron_hybrid.kernels.protocols import (
     DeltaRuleConstants,
     DeltaRuleTokens,
@@ -25,7 +26,6 @@ from megatron_hybrid.kernels.protocols import (
     Mamba1Tokens,
     Mamba2Constants,
     Mamba2Tokens,
-    RelativeBias,
 )
 
 # Tokens of Mamba2's chunks: the work in one grows with its square.
@@ -85,6 +85,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight.float()).to(dtype or weight.dtype)
+
+
+def l2_clip(x: Tensor, scale: Tensor | None, most: float) -> Tensor:
+    """As in Norm."""
+    y = x.float() if scale is None else x.float() * scale.float()
+    length = y.square().sum(-1, keepdim=True).sqrt()
+    return (y * (most / (length + 1e-6)).clamp(max=1)).to(x.dtype)
 
 
 def gated_rms_norm(

@@ -22,14 +22,8 @@ from megatron_hybrid.kernels.contract import (
 from megatron_hybrid.kernels.convolved_heads import reference as convolved_heads
 from megatron_hybrid.kernels.convolved_heads.protocol import HeadTokens
 from megatron_hybrid.kernels.kernel_set import KernelSet
-from megatron_hybrid.kernels.protocols import (
-    ConvConstants,
-    Gates,
-    HeadNorms,
-    Plan,
-    Reader,
-    RelativeBias,
-)
+from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
+from megatron_hybrid.kernels.protocols import ConvConstants, Gates, HeadNorms, Plan, Reader
 from megatron_hybrid.training import formulas
 from megatron_hybrid.training.experts import ExpertsUnderAutograd
 from megatron_hybrid.training.formulas import Sequences
@@ -111,6 +105,12 @@ class _Norm(Over):
         options: dict[str, Any] = {"eps": eps, "dtype": dtype}
         formula = partial(formulas.rms_norm, **options)
         y: Tensor = recomputed(partial(self.inner.rms_norm, **options), formula, x, weight)
+        return y
+
+    def l2_clip(self, x: Tensor, scale: Tensor | None, most: float) -> Tensor:
+        """As in Norm."""
+        kernel, formula = (partial(f, most=most) for f in (self.inner.l2_clip, formulas.l2_clip))
+        y: Tensor = recomputed(kernel, formula, x, scale)
         return y
 
     def rms_norm_parts(
@@ -214,9 +214,15 @@ class _Attention(Over):
         return PassPlan(self.inner.plan(paged, shape), *where)
 
     def attend(
-        self, query: Tensor, cache: KVCache, plan: PassPlan, bias: RelativeBias | None = None
+        self,
+        query: Tensor,
+        cache: KVCache,
+        plan: PassPlan,
+        bias: RelativeBias | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """As in Attention."""
+        """As in Attention; without sinks, which no model has that can be trained."""
+        assert sinks is None
         key, value = self.kept.pop(id(cache.key))
 
         def kernel(query: Tensor, key: Tensor, value: Tensor, *of_bias: Tensor) -> Any:

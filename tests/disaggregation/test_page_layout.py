@@ -23,10 +23,12 @@ from megatron_hybrid.errors import ConfigurationError
 from megatron_hybrid.kernels.contract import FP8
 from megatron_hybrid.layers import inputs
 from megatron_hybrid.layers.attention import Attention
+from megatron_hybrid.layers.convolutions import DynamicConvolutions
 from megatron_hybrid.layers.convolved_attention import ConvolvedAttention, ConvolvedProjection
 from megatron_hybrid.layers.inputs import LayerCaches, StateSpec, allocate_caches
 from megatron_hybrid.layers.lightning_attention import LightningAttention
 from megatron_hybrid.layers.mlstm import MLSTM
+from megatron_hybrid.layers.sink_attention import SinkAttention
 from megatron_hybrid.models.checkpoints.folder import ModelFolder
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.parallel import initialize
@@ -54,6 +56,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_n_groups": 1},
     "bamba": {"mamba_n_groups": 1, "num_key_value_heads": 1},
     "inkling": {"swa_num_attention_heads": 4, "num_key_value_heads": 1},
+    "inkling2": {"swa_num_attention_heads": 4, "num_key_value_heads": 1},
     "zaya": {"num_attention_heads": 8, "num_key_value_heads": 4, "cca_time1": 3},
 }
 USUAL = ("nemotron_h", "bamba", "falcon_h1", "zamba2", "mamba", "jamba", "qwen3_next", "lfm2")
@@ -117,10 +120,12 @@ def _rows_by_weights(model: HybridModel) -> dict[tuple[int, str], Tensor]:
     for block, part in model.weight_parts():
         target, axis = part.target, 2 if len(part.shape) == 4 else 0
         assert isinstance(target, Tensor)
+        if is_static := part.role.endswith("static_weight"):
+            axis = 1
         numbers = torch.arange(part.shape[axis])[part.source[axis]]
-        if re.search(r"\b([qkv]_conv1d|([kv]_)?sconv)\.", part.role):
+        if is_static or re.search(r"\b([qkv]_conv1d|([kv]_)?sconv)\.(weight|bias)$", part.role):
             numbers += channels[block]
-            channels[block] += part.shape[0]
+            channels[block] += part.shape[axis]
         wide = numbers.view(*[1] * axis, -1, *[1] * (target.ndim - axis - 1))
         target.copy_(wide.expand(target.shape))
     found: dict[tuple[int, str], Tensor] = {}
@@ -135,11 +140,15 @@ def _rows_by_weights(model: HybridModel) -> dict[tuple[int, str], Tensor]:
             first = attention.heads * dim
             heads = weight[first : first + attention.kv_heads * dim : dim, 0].long() // dim
             found[index, "key"] = found[index, "value"] = heads
+        elif isinstance(attention, SinkAttention):
+            found[index, "key"] = found[index, "value"] = _heads_of_keys(attention)
         elif isinstance(attention, ConvolvedAttention):
             found[index, "key"] = found[index, "value"] = attention.temperature.long()
     for index, layer in recurrent.items():
         if isinstance(layer, ConvolvedProjection):
             found[index, "conv"] = _convolved_rows(layer)
+        elif isinstance(layer, DynamicConvolutions):
+            found[index, "conv"] = _rows_by_lag(layer)
         elif layer is not None:
             if any(re.search(r"\b([qkv]_)?s?conv", part.role) for part in layer.weight_parts()):
                 found[index, "conv"] = layer.conv_weight[:, 0].long()
@@ -154,6 +163,26 @@ def _rows_by_weights(model: HybridModel) -> dict[tuple[int, str], Tensor]:
                 heads = layer.norm.weight[::dim].long() // dim
                 found |= {(index, name): heads for name in ("ssm", "values", "scales")}
     return found
+
+
+def _heads_of_keys(attention: SinkAttention) -> Tensor:
+    dim = attention.config.head_dim
+    for rows, layer in zip(attention._rows(), attention.projections, strict=True):
+        first = 0
+        for row in rows:
+            if row.role == "k_proj":
+                weight = layer.weight
+                assert isinstance(weight, Tensor)
+                return weight[first : first + row.size : dim, 0].long() // dim
+            first += row.size
+    raise AssertionError("no keys")
+
+
+def _rows_by_lag(layer: DynamicConvolutions) -> Tensor:
+    """| keys and values of one token before | of two | of three | what the layer gives |"""
+    own, hidden = layer.static[0].long(), layer.conv_weight.shape[0] - 3 * layer.kv_size
+    total = sum(one.total for one in layer._kv)
+    return torch.cat((own, own + total, own + 2 * total, torch.arange(hidden) + 3 * total))
 
 
 def _convolved_rows(layer: ConvolvedProjection) -> Tensor:

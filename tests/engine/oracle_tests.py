@@ -34,6 +34,7 @@ KINDS = {
     "indexed": ("glm5_next",),
     "lightning": ("minimax", "bailing_moe_linear", "bailing_moe_v2_5"),
     "inkling": ("inkling",),
+    "inkling2": ("inkling2",),
     "convolved": ("zaya", "zaya_sliding"),
     "streams": ("qwen4_exp",),
     "windows": ("lfm3", "window_alone", "window_and_conv", "window_and_full"),
@@ -89,7 +90,7 @@ LIKE_OTHERS = {
 # Whose answers are compared with drafts, too; test_logits.py has all families' logits with them.
 DRAFTED = {
     *("qwen3_next", "falcon_h1", "jamba", "lfm2", "bailing_hybrid", "minimax", "lfm3", "inkling"),
-    *("zaya", "glm5_next", "qwen4_exp"),
+    *("inkling2", "zaya", "glm5_next", "qwen4_exp"),
 }
 SMALLER_BUDGETS = {3, 41}  # of the two of each test
 

@@ -19,7 +19,8 @@ from tests.tiny_models import FAMILIES
 
 CHATS = 9
 PAGES = 3000
-WINDOWED = {"lfm3", "recurrent_gemma", "inkling"}  # behind whose windows there is no such memory
+# Behind whose windows there is no such memory.
+WINDOWED = {"lfm3", "recurrent_gemma", "inkling", "inkling2"}
 
 
 def with_host_memory(llm: LLM) -> HostTransfers:

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from megatron_hybrid.kernels.contract import DecodeSlots
-from tests.kernels.activation_cases import check_activate, check_gate
+from tests.kernels.activation_cases import CAPPED, check_activate, check_gate
 from tests.kernels.conv_cases import Conv, check_decode, check_prefill, check_runs, close, on
 from tests.kernels.norm_cases import (
     check_add_rms_norm,
     check_gated_rms_norm,
+    check_l2_clip,
     check_rms_norm,
     check_rms_norm_parts,
 )
@@ -181,6 +182,17 @@ def test_gated_norm(
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 21504), (32, 512), (3000, 21504), (7, 100)])
 def test_activate(name: str, gated: bool, tokens: int, columns: int, dtype: torch.dtype) -> None:
     check_activate(activation, name, gated, tokens, columns, dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_and_what_they_are_multiplied_with_may_be_capped(dtype: torch.dtype) -> None:
+    check_activate(activation, CAPPED, True, 3000, 2304, dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vectors_are_shortened(dtype: torch.dtype) -> None:
+    for heads, size in ((48, 128), (48, 16), (3, 100)):
+        check_l2_clip(norm, (3000, heads, size), dtype, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

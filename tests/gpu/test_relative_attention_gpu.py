@@ -1,5 +1,5 @@
-"""Attention with a bias by distance on a GPU: kernels against float64, of Inkling's sizes, and
-their bits in batch-invariant mode.
+"""Attention with a bias by distance, and with sinks, on a GPU: kernels against float64, of the
+Inklings' sizes, and their bits in batch-invariant mode.
 
     python -m pytest -m gpu -s tests/gpu/test_relative_attention_gpu.py
 """
@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from megatron_hybrid.kernels.contract import AttentionShape, PagedHost
-from megatron_hybrid.kernels.protocols import RelativeBias
+from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
 from tests.kernels.attention_cases import (
     AttentionStep,
     attention_shape,
     attention_step,
     check,
     check_begins_behind,
+    check_sinks,
     paged_sequences,
 )
 
@@ -77,13 +78,26 @@ def test_in_float32(name: str) -> None:
     check(make(name), LENGTHS, shape, decodes=4, device="cuda", tolerance=2e-4, bank=(16, 300))
 
 
+@pytest.mark.parametrize("name", ["flashinfer", "triton", "by split"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(48, 8), (6, 1)])
+def test_queries_may_have_sinks(name: str, heads: int, kv_heads: int) -> None:
+    """With a bias and without, windows and decodes alone too. flashinfer's have none, so that ours
+    run there."""
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": 128, "block_size": 64, "dtype": BF16}
+    where = {"device": "cuda", "tolerance": 6e-2}
+    for lengths, decodes in ((LENGTHS, 4), (LENGTHS[:4], 4)):
+        check_sinks(make(name), lengths, decodes=decodes, **where, **sizes)
+
+
 @pytest.mark.parametrize("window", [0, 512])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (32, 8), (9, 3)])
 def test_bits_of_a_query_do_not_depend_on_the_others(
     heads: int, kv_heads: int, window: int
 ) -> None:
     """Alone as a decode, in a chunk of its prompt, in all of it."""
-    shape = attention_shape(heads, kv_heads, 128, 64, BF16, window=window, relative=True)
+    shape = attention_shape(
+        heads, kv_heads, 128, 64, BF16, window=window, relative=True, sinks=True
+    )
     step = attention_step([(1, 700), (900, 1500), (5, 2100)], shape, decodes=1, device="cuda")
     whole = attended(step, shape)
     host, cu = step.paged.host, step.paged.host.cu_seqlens.tolist()
@@ -95,11 +109,11 @@ def test_bits_of_a_query_do_not_depend_on_the_others(
         alone = PagedHost.of(*counts, blocks[None], shape.block_size)
         for decodes in {0, int(len(places) == 1)}:
             paged = paged_sequences(alone, step.paged.kv_slot[places], decodes, "cuda")
-            assert step.bias is not None
+            assert step.bias is not None and step.sinks is not None
             bias = RelativeBias(step.bias.weights[places], step.bias.bank)
             one = AttentionStep(
                 paged, step.query[places], step.key[places], step.value[places], step.cache,
-                step.expected[places], bias,
+                step.expected[places], bias, step.sinks[places],
             )  # fmt: skip
             assert torch.equal(attended(one, shape), whole[places]), (sequence, places[0], decodes)
 
@@ -108,5 +122,5 @@ def attended(step: AttentionStep, shape: AttentionShape) -> torch.Tensor:
     attention = make("by split")
     plan = attention.plan(step.paged, shape)
     attention.append(step.key, step.value, step.cache, plan)
-    found: torch.Tensor = attention.attend(step.query, step.cache, plan, step.bias)
+    found: torch.Tensor = attention.attend(step.query, step.cache, plan, step.bias, step.sinks)
     return found

@@ -17,9 +17,14 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
     "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
     "none": lambda x: x,
+    "silu_capped_1.5_2.5": lambda x: 1.5 * torch.tanh(x / 1.5) / (1 + torch.exp(-x)),
     "silu_to_1.5": lambda x: x.clamp(max=1.5) / (1 + torch.exp(-x.clamp(max=1.5))),
 }
-LIMITED = "silu_to_1.5"  # with a gate alone
+LIMITED, CAPPED = "silu_to_1.5", "silu_capped_1.5_2.5"  # with a gate alone
+FACTORS: dict[str, Callable[[Tensor], Tensor]] = {
+    LIMITED: lambda x: x.clamp(-1.5, 1.5),
+    CAPPED: lambda x: 2.5 * torch.tanh(x / 2.5),
+}
 
 
 def check_activate(
@@ -33,7 +38,7 @@ def check_activate(
     expected = FORMULAS[name](x[:, :columns].double())
     if gated:
         factor = x[:, columns:].double()
-        expected = expected * (factor.clamp(-1.5, 1.5) if name == LIMITED else factor)
+        expected = expected * FACTORS.get(name, lambda x: x)(factor)
     close(activation.activate(x, name, gated), expected, name, dtype)
 
 

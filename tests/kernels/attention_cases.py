@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedHost, PagedSequences
 from megatron_hybrid.kernels.paged_attention.prompts import TILE, GatheredLayout
-from megatron_hybrid.kernels.protocols import RelativeBias
+from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
 
 Lengths = list[tuple[int, int]]  # (queries, keys) of each sequence, decodes first
 
@@ -33,12 +33,13 @@ def attention_shape(
     kv_dtype: torch.dtype | None = None,
     window: int = 0,
     relative: bool = False,
+    sinks: bool = False,
 ) -> AttentionShape:
     """`kv_dtype`: None: the same as `dtype`."""
     scale = 0.9 * head_dim**-0.5  # not the usual one, which kernels take by themselves
     return AttentionShape(
         heads, kv_heads, head_dim, scale, block_size, dtype, kv_dtype or dtype, first_position,
-        window=window, relative=relative,
+        window=window, relative=relative, sinks=sinks,
     )  # fmt: skip
 
 
@@ -53,6 +54,7 @@ class AttentionStep:
     cache: KVCache
     expected: Tensor  # [tokens, heads, head_dim] float64
     bias: RelativeBias | None = None  # of a relative shape
+    sinks: Tensor | None = None  # [tokens, heads] of a shape with sinks
 
 
 def attention_step(
@@ -87,6 +89,9 @@ def attention_step(
         profiles, extent = bank  # the weights are columns of something wider
         weights = normal(tokens, 3 + shape.heads * profiles)[:, 3:].unflatten(1, (-1, profiles))
         bias = RelativeBias(weights, normal(profiles, extent))
+    sinks = None
+    if shape.sinks:  # some take nearly nothing, some nearly all; columns of something wider
+        sinks = 4 * normal(tokens, 3 + shape.heads)[:, 3:]
     table = np.zeros((len(lengths), max(blocks_of) + 1), dtype=np.int64)
     slots, expected = [], []
     first_block = first_token = 0
@@ -108,14 +113,15 @@ def attention_step(
         slots.append(at[past:])
         if n:
             own = None if bias is None else RelativeBias(bias.weights[new], bias.bank)
-            expected.append(naive(query[new], *wholes, past, shape, own))
+            sink = None if sinks is None else sinks[new]
+            expected.append(naive(query[new], *wholes, past, shape, own, sink))
     host = PagedHost.of(
         np.array([n for n, _ in lengths]), np.array([keys for _, keys in lengths]), table, size
     )
     if decodes is None:
         decodes = sum(n == 1 for n, _ in lengths)
     paged = paged_sequences(host, torch.cat(slots), decodes, device)
-    return AttentionStep(paged, query, key, value, cache, torch.cat(expected), bias)
+    return AttentionStep(paged, query, key, value, cache, torch.cat(expected), bias, sinks)
 
 
 def poisoned_cache(shape: AttentionShape, blocks: int, device: str) -> KVCache:
@@ -172,6 +178,7 @@ def naive(
     start: int,
     shape: AttentionShape,
     bias: RelativeBias | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """In float64: query [n, heads, dim] from position `start`, key [kv, kv_heads, dim]."""
     n, heads, _ = query.shape
@@ -189,7 +196,10 @@ def naive(
     hidden = (at > position[:, None]) | (at < shape.first_position)
     if shape.window:
         hidden |= at <= position[:, None] - shape.window
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double().T[:, :, None]), dim=2)
+    weights = scores.softmax(-1)[:, :, : len(key)]
     return torch.einsum("hnk,khd->nhd", weights, v)
 
 
@@ -206,7 +216,7 @@ def check(
     step = attention_step(lengths, shape, **kwargs)
     plan = attention.plan(step.paged, shape)
     attention.append(step.key, step.value, step.cache, plan)
-    out = attention.attend(step.query, step.cache, plan, step.bias)
+    out = attention.attend(step.query, step.cache, plan, step.bias, step.sinks)
     assert out.is_contiguous() and out.dtype == shape.dtype
     torch.testing.assert_close(out.double(), step.expected, atol=tolerance, rtol=tolerance)
 
@@ -268,6 +278,27 @@ def check_biases(
                 check_begins_behind(attention, lengths, of, tolerance=tolerance, **where)
 
 
+def check_sinks(
+    attention: Any,
+    lengths: Lengths,
+    *,
+    tolerance: float = 1e-5,
+    device: str = "cpu",
+    decodes: int | None = None,
+    **shape: Any,
+) -> None:
+    """Queries have sinks, with a bias by distance and without one, with a window and without, and
+    also before the first position that is seen."""
+    where: Any = {"device": device, "decodes": decodes, "tolerance": tolerance}
+    for relative, window in ((False, 0), (False, 9), (True, 0), (True, 9)):
+        of = attention_shape(relative=relative, window=window, sinks=True, **shape)
+        check(attention, lengths, of, **where)
+        if window:
+            check_begins_behind(attention, lengths, of, **where)
+    of = attention_shape(first_position=3, sinks=True, **shape)
+    check(attention, [(n, keys + 3) for n, keys in lengths], of, **where)
+
+
 def check_begins_behind(
     attention: Any,
     lengths: Lengths,
@@ -295,7 +326,7 @@ def check_begins_behind(
     view = paged_sequences(later, paged.kv_slot, paged.num_decodes, str(paged.kv_slot.device))
     plan = attention.plan(view, shape)
     attention.append(step.key, step.value, step.cache, plan)
-    out: Tensor = attention.attend(step.query, step.cache, plan, step.bias)
+    out: Tensor = attention.attend(step.query, step.cache, plan, step.bias, step.sinks)
     torch.testing.assert_close(out.double(), step.expected, atol=tolerance, rtol=tolerance)
     return out
 
@@ -310,7 +341,7 @@ def check_bits_of_windows(
         step = attention_step(lengths, of, decodes=2)
         plan = attention.plan(step.paged, of)
         attention.append(step.key, step.value, step.cache, plan)
-        whole = attention.attend(step.query, step.cache, plan, step.bias)
+        whole = attention.attend(step.query, step.cache, plan, step.bias, step.sinks)
         behind = check_begins_behind(attention, lengths, of, tolerance=1e-5, keys=keys, decodes=2)
         assert torch.equal(whole, behind)
         for places in ([0], [3, 4], [6, 7, 8], list(range(25, 45))):
@@ -327,7 +358,8 @@ def check_bits_of_windows(
             bias = step.bias
             if bias is not None:
                 bias = RelativeBias(bias.weights[places], bias.bank)
-            out = attention.attend(step.query[places], step.cache, plan, bias)
+            sinks = None if step.sinks is None else step.sinks[places]
+            out = attention.attend(step.query[places], step.cache, plan, bias, sinks)
             assert torch.equal(out, whole[places])
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.activation.reference import limit_of
+from megatron_hybrid.kernels.activation.reference import caps_of, limit_of
 from megatron_hybrid.kernels.experts import reference
 from megatron_hybrid.kernels.experts.protocol import ExpertWeights, SharedExpert
 from megatron_hybrid.kernels.linear.formats import QuantizedWeight, Weight, WeightFormat
@@ -151,7 +151,11 @@ def _mlp_by_hand(m: Mixture, token: Tensor, up_proj: Tensor, down_proj: Tensor) 
     limit = limit_of(m.activation)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    if m.activation.startswith("silu"):
+    if (caps := caps_of(m.activation)) is not None:
+        gate, up = (cap * torch.tanh(x / cap) * own for x, cap, own in (
+            (gate, caps[0], 1 / (1 + torch.exp(-gate))), (up, caps[1], 1)
+        ))  # fmt: skip
+    elif m.activation.startswith("silu"):
         gate = gate / (1 + torch.exp(-gate))
     else:
         gate = gate.clamp(min=0) ** 2

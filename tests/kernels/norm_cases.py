@@ -53,6 +53,26 @@ def check_rms_norm(
     close(y, expected, out_dtype, roundings(weight_dtype, out_dtype))
 
 
+def check_l2_clip(
+    norm: Any, shape: tuple[int, int, int], dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> None:
+    """Of vectors that are too long, by little or by much, of others, and of one of zeros."""
+    torch.manual_seed(0)
+    x = draw(*shape, dtype=dtype, device=device)
+    x *= torch.linspace(0, 3, shape[0], device=device)[:, None, None].to(dtype)
+    scale = draw(*shape[1:], dtype=dtype, device=device).contiguous()
+    most = float(shape[2]) ** 0.5
+    for own in (scale, None):
+        y = x.double() if own is None else x.double() * own.double()
+        length = y.norm(dim=-1, keepdim=True)
+        expected = torch.where(length > most, y * (most / (length + 1e-6)), y)
+        found = norm.l2_clip(x, own, most)
+        close(found, expected, dtype, int(dtype == torch.bfloat16))
+        assert found.is_contiguous()
+        if shape[0] > 1:
+            assert torch.equal(norm.l2_clip(x[-1:], own, most), found[-1:])
+
+
 def check_add_rms_norm(
     norm: Any, tokens: int, size: int, dtype: torch.dtype = torch.float32,
     residual_dtype: torch.dtype | None = None, weight_dtype: torch.dtype | None = None,

@@ -34,6 +34,15 @@ def check_all(
     found = streams.mixed(own.clone(), x, StreamWeights(after, after, mixing))
     total = torch.einsum("tij,tih->tjh", mixing.double(), own.double())
     close(found, total + after.double()[:, :, None] * x.double()[:, None])
+    normed = own.double() / (own.double().square().mean(2, keepdim=True) + 1e-3).sqrt()
+    queries = draw(3, size, dtype=torch.float32, device=device, scale=3).contiguous()
+    norms = draw(3, size, dtype=dtype, device=device).contiguous()
+    shares = (torch.einsum("tsh,qh->tqs", normed, queries.double()) / size**0.5).softmax(2)
+    inputs = torch.einsum("tqs,tsh->tqh", shares, normed)
+    inputs = inputs / (inputs.square().mean(2, keepdim=True) + 0.01).sqrt() * norms.double()
+    wider = torch.cat((own, other), dim=1)  # some of more streams
+    for some in (own, wider[:, :count]):
+        close(streams.attended(some, queries, norms, 1e-3, 0.01), inputs)
     alike = (own.double() * other.double()).sum(2, keepdim=True) / size**0.5
     if tokens:
         other[0, 0] = 0  # nothing alike: a gate of one half
@@ -76,6 +85,7 @@ def check_alone(streams: Any, dtype: torch.dtype, device: str = "cpu") -> None:
     x, gates = own[:, 0].clone(), other[:, :, 0].clone()
     logits = torch.randn(9, 24, device=device)
     weights = streams.balanced(logits, 4, 20, 1e-6)
+    queries = torch.randn(2, 200, device=device)
 
     def every(rows: slice) -> list[Tensor]:
         few = StreamWeights(*(kind[rows] for kind in weights))
@@ -85,6 +95,7 @@ def check_alone(streams: Any, dtype: torch.dtype, device: str = "cpu") -> None:
             streams.injected(own[rows].clone(), x[rows], gates[rows]),
             streams.mixed(own[rows].clone(), x[rows], few),
             streams.keyed(own[rows], other[rows], x[rows]),
+            streams.attended(own[rows], queries, queries.to(dtype), 1e-6, 1e-6),
             *streams.balanced(logits[rows], 4, 20, 1e-6),
         ]
 

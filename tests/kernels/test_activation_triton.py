@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_hybrid.kernels.activation.reference import ACTIVATIONS
-from tests.kernels.activation_cases import LIMITED, check_activate, check_gate
+from tests.kernels.activation_cases import CAPPED, LIMITED, check_activate, check_gate
 from tests.thorough import A_THIRD, usually
 
 if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
@@ -31,6 +31,7 @@ def test_every_size(name: str, gated: bool, tokens: int, columns: int, dtype: to
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gates_and_what_they_are_multiplied_with_may_be_limited(dtype: torch.dtype) -> None:
     check_activate(activation, LIMITED, True, 5, 12, dtype)
+    check_activate(activation, CAPPED, True, 5, 700, dtype)
 
 
 @A_THIRD

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache
-from megatron_hybrid.kernels.protocols import RelativeBias
+from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
 from tests.thorough import A_THIRD, usually
 
 if torch.cuda.is_available():
@@ -34,6 +34,7 @@ from tests.kernels.attention_cases import (  # noqa: E402
     check_copied_tokens,
     check_first_position,
     check_masked_writes,
+    check_sinks,
     check_stored_fp8,
     check_windows,
     in_turns,
@@ -116,6 +117,16 @@ def test_scores_may_have_a_bias_by_distance() -> None:
     check_bits_of_windows(small(), KEYS, usually([20], [2, 9, 20, 64]), **shape)
 
 
+def test_queries_may_have_sinks() -> None:
+    """Whether there is room for the results of splits or not."""
+    lengths = [(1, 9), (1, 70), (3, 3), (9, 40), (60, 64), (2, 65), (0, 5)]
+    for workspace_bytes in (0, 1 << 20):
+        check_sinks(small(workspace_bytes), lengths, decodes=3)
+    check_sinks(small(rows=64), [(1, 40), (3, 70), (40, 90)], heads=6, kv_heads=2)
+    shape = {"block_size": 16, "relative": True, "sinks": True}
+    check_bits_of_windows(small(), KEYS, usually([20], [2, 9, 20, 64]), **shape)
+
+
 def test_fp8_keys_and_values_are_attended_to_as_they_are_stored() -> None:
     check(small(), MIXED, attention_shape(kv_dtype=FP8), decodes=3)
     check(small(), MIXED, attention_shape(2, 1, 16, 16, kv_dtype=FP8), decodes=3)
@@ -143,7 +154,7 @@ def test_not_a_number_is_not_taken_for_nothing() -> None:
 def attended(attention: SplitAttention, step: AttentionStep, shape: AttentionShape) -> Tensor:
     plan = attention.plan(step.paged, shape)
     attention.append(step.key, step.value, step.cache, plan)
-    return attention.attend(step.query, step.cache, plan, step.bias)
+    return attention.attend(step.query, step.cache, plan, step.bias, step.sinks)
 
 
 class Sequences:
@@ -161,6 +172,10 @@ class Sequences:
         self.bank = torch.randn(5, 40, generator=generator).to(shape.dtype)
         self.weights = [  # of a relative shape's biases
             torch.randn(length, shape.heads, 5, generator=generator).to(shape.dtype)
+            for length in lengths
+        ]
+        self.sinks = [
+            (4 * torch.randn(length, shape.heads, generator=generator)).to(shape.dtype)
             for length in lengths
         ]
 
@@ -182,12 +197,14 @@ class Sequences:
         found: list[list[Tensor]] = [[] for _ in self.lengths]
         for spans, paged in turns.paged(bounds, decodes, longest_run):
             qkv = torch.cat([x[a:b] for x, (a, b) in zip(self.qkv, spans, strict=True)])
-            bias = None
+            bias = sinks = None
+            if shape.sinks:
+                sinks = torch.cat([x[a:b] for x, (a, b) in zip(self.sinks, spans, strict=True)])
             if shape.relative:
                 own = [x[a:b] for x, (a, b) in zip(self.weights, spans, strict=True)]
                 bias = RelativeBias(torch.cat(own), self.bank)
             step = AttentionStep(
-                paged, *qkv.split([shape.heads, *[shape.kv_heads] * 2], 1), cache, qkv, bias
+                paged, *qkv.split([shape.heads, *[shape.kv_heads] * 2], 1), cache, qkv, bias, sinks
             )
             out = attended(attention, step, shape)
             for row, part in enumerate(out.split([b - a for a, b in spans])):
@@ -200,7 +217,7 @@ class Sequences:
     usually(
         [
             attention_shape(3, 1, 16, 16, kv_dtype=FP8, first_position=1),
-            attention_shape(3, 1, 8, 16, torch.bfloat16, relative=True),
+            attention_shape(3, 1, 8, 16, torch.bfloat16, relative=True, sinks=True),
         ],
         [
             attention_shape(2, 1, 8, 16, first_position=1),
@@ -221,6 +238,7 @@ def test_bits_depend_on_the_sequence_alone(shape: AttentionShape) -> None:
         alone = Sequences([], shape)
         alone.lengths, alone.qkv = [sequences.lengths[one]], [sequences.qkv[one]]
         alone.weights, alone.bank = [sequences.weights[one]], sequences.bank
+        alone.sinks = [sequences.sinks[one]]
         for block_size in (5, 32):
             found = alone.results(small(), [whole[one]], block_size=block_size, seed=1)
             assert_equal(found, [expected[one]])

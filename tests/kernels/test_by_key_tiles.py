@@ -16,6 +16,7 @@ from tests.kernels.attention_cases import (
     attention_step,
     check_biases,
     check_bits_of_windows,
+    check_sinks,
     check_windows,
     paged_sequences,
 )
@@ -32,7 +33,7 @@ SHAPES = usually(
 def attended(step: AttentionStep, shape: AttentionShape) -> torch.Tensor:
     plan = by_key_tiles.plan(step.paged, shape)
     by_key_tiles.append(step.key, step.value, step.cache, plan)
-    return by_key_tiles.attend(step.query, step.cache, plan, step.bias)
+    return by_key_tiles.attend(step.query, step.cache, plan, step.bias, step.sinks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
@@ -94,6 +95,14 @@ def test_scores_may_have_a_bias_by_distance() -> None:
     check_biases(by_key_tiles, [(140, 140), (130, 300)], [(5, 70)], heads=6, kv_heads=3)
     shape = {"block_size": 16, "relative": True}
     check_bits_of_windows(by_key_tiles, by_key_tiles.KEYS, [9, 64, 200], **shape)
+
+
+def test_queries_may_have_sinks() -> None:
+    check_sinks(by_key_tiles, LENGTHS)
+    check_sinks(by_key_tiles, [(140, 140), (130, 300)], heads=6, kv_heads=3)
+    for relative in (False, True):
+        shape = {"block_size": 16, "relative": relative, "sinks": True}
+        check_bits_of_windows(by_key_tiles, by_key_tiles.KEYS, [9, 200], **shape)
 
 
 def test_a_first_position_and_more_queries_than_are_gathered_at_once() -> None:

@@ -10,7 +10,7 @@ from tests.kernels.experts_by_hand import by_hand, mixture, shared_out
 @pytest.mark.parametrize(
     ("activation", "gated"),
     [(name, gated) for name in ("silu", "relu2") for gated in (True, False)]
-    + [("silu_to_0.25", True)],
+    + [("silu_to_0.25", True), ("silu_capped_0.5_0.25", True)],
 )
 def test_mix_is_the_weighted_sum_over_the_chosen_experts(activation: str, gated: bool) -> None:
     m = mixture(50, activation=activation, gated=gated)

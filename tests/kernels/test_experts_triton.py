@@ -39,7 +39,13 @@ def check(result: Tensor, expected: Tensor) -> None:
 @A_THIRD
 @pytest.mark.parametrize(
     ("activation", "gated"),
-    [("silu", True), ("relu2", False), ("silu", False), ("silu_to_0.25", True)],
+    [
+        ("silu", True),
+        ("relu2", False),
+        ("silu", False),
+        ("silu_to_0.25", True),
+        ("silu_capped_0.5_0.25", True),
+    ],
 )
 @pytest.mark.parametrize("tokens", [1, triton.FEW_TOKENS, triton.FEW_TOKENS + 1, 60])
 def test_mix(tokens: int, activation: str, gated: bool) -> None:

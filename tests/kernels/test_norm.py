@@ -10,10 +10,16 @@ from tests.kernels.norm_cases import (
     EPS,
     check_add_rms_norm,
     check_gated_rms_norm,
+    check_l2_clip,
     check_rms_norm,
     check_rms_norm_parts,
     draw,
 )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vectors_are_shortened(dtype: torch.dtype) -> None:
+    check_l2_clip(norm, (9, 3, 16), dtype)
 
 
 def test_rms_norm() -> None:

@@ -10,6 +10,7 @@ import torch
 from tests.kernels.norm_cases import (
     check_add_rms_norm,
     check_gated_rms_norm,
+    check_l2_clip,
     check_rms_norm,
     check_rms_norm_parts,
     draw,
@@ -29,6 +30,13 @@ def test_every_size(tokens: int, size: int) -> None:
     check_gated_rms_norm(norm, tokens, groups=1, size=size)
     check_gated_rms_norm(norm, tokens, groups=2, size=size, norm_first=True)
     check_gated_rms_norm(norm, tokens, 2, size, norm_first=True, activation="sigmoid")
+
+
+@pytest.mark.parametrize("size", [16, 100, 1025])
+def test_vectors_are_shortened(size: int) -> None:
+    check_l2_clip(norm, (9, 3, size))
+    check_l2_clip(norm, (9, 3, size), torch.bfloat16)
+    check_l2_clip(norm, (0, 3, size))
 
 
 @pytest.mark.parametrize("size", [16, 200, 1025])

@@ -13,6 +13,7 @@ from tests.kernels.attention_cases import (
     check_first_position,
     check_gathered,
     check_masked_writes,
+    check_sinks,
     check_stored_fp8,
     check_windows,
 )
@@ -102,6 +103,18 @@ def test_scores_may_have_a_bias_by_distance(
     monkeypatch.setattr(reference, "_BIASES", 3000)  # a few queries at a time
     check_biases(reference, lengths, [(5, 20)])
     shape = attention_shape(dtype=torch.bfloat16, relative=True)
+    check(reference, [(1, 30), (7, 20), (9, 9)], shape, tolerance=6e-2)
+
+
+@pytest.mark.parametrize("scattered", [True, False])
+def test_queries_may_have_sinks(scattered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [(1, 3), (1, 70), (7, 7), (8, 8), (5, 40), (1, 1), (130, 131), (2, 9)]
+    check_sinks(reference, lengths)
+    for one in [(1, 90), (7, 7), (600, 700)]:
+        check(reference, [one], attention_shape(6, 3, sinks=True), scattered=scattered)
+    monkeypatch.setattr(reference, "_BIASES", 3000)  # a few queries at a time
+    check_sinks(reference, lengths[:5], kv_dtype=FP8)
+    shape = attention_shape(dtype=torch.bfloat16, sinks=True)
     check(reference, [(1, 30), (7, 20), (9, 9)], shape, tolerance=6e-2)
 
 

@@ -26,6 +26,7 @@ from tests.kernels.attention_cases import (  # noqa: E402
     check_first_position,
     check_gathered,
     check_masked_writes,
+    check_sinks,
     check_stored_fp8,
     check_windows,
 )
@@ -42,9 +43,16 @@ class SplitAttention(TritonAttention):
         self._splits = splits
 
     def attend(
-        self, query: Any, cache: Any, plan: Any, bias: Any = None, *, splits: int | None = None
+        self,
+        query: Any,
+        cache: Any,
+        plan: Any,
+        bias: Any = None,
+        sinks: Any = None,
+        *,
+        splits: int | None = None,
     ) -> Any:
-        return super().attend(query, cache, plan, bias, splits=self._splits)
+        return super().attend(query, cache, plan, bias, sinks, splits=self._splits)
 
 
 @A_THIRD
@@ -54,6 +62,35 @@ def test_keys_may_be_split(splits: int) -> None:
     lengths = [(1, 9), (1, 1), (1, 200), (4, 35), (5, 33), (3, 3), (0, 3), (6, 100)]
     check(SplitAttention(splits), lengths, decodes=3)
     check(SplitAttention(splits), [(9, 130), (1, 70)], attention_shape(heads=20, kv_heads=1))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_queries_may_have_sinks(splits: int) -> None:
+    """Of several parts only what they come to has them. Decodes run on a kernel of their own where
+    blocks are large enough."""
+    attention = SplitAttention(splits)
+    check_sinks(attention, [(1, 9), (1, 1), (4, 35), (40, 100), (0, 3), (2, 9)], decodes=3)
+    decodes = [(1, 9), (1, 1), (1, 100), (2, 70)]
+    sizes = {"head_dim": 32, "block_size": 32}
+    assert triton_decode.serves(attention_shape(sinks=True, **sizes), 2)
+    check_sinks(attention, decodes, decodes=4, **sizes)
+    check_sinks(attention, decodes, decodes=4, kv_dtype=FP8, **sizes)
+
+
+def test_sinks_may_be_the_same_for_all_tokens() -> None:
+    shape = attention_shape(sinks=True)
+    step = attention_step([(1, 40), (5, 9)], shape)
+    attention = TritonAttention()
+    plan = attention.plan(step.paged, shape)
+    attention.append(step.key, step.value, step.cache, plan)
+    learnt = torch.tensor([-torch.inf, 0.0, 1.5, 30.0]).expand(6, -1)
+    found = attention.attend(step.query, step.cache, plan, None, learnt)
+    by_torch = reference.plan(step.paged, shape)
+    expected = reference.attend(step.query, step.cache, by_torch, None, learnt)
+    torch.testing.assert_close(found, expected)
+    none = reference.attend(step.query, step.cache, by_torch)
+    torch.testing.assert_close(found[:, 0], none[:, 0])
+    assert found[:, 3].abs().max() < 1e-6 < none[:, 3].abs().min()
 
 
 def test_a_first_prefill_is_causal() -> None:

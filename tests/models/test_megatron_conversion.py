@@ -56,6 +56,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("jamba", {}, "Mamba1"),
     ("lfm2", {}, "short convolutions"),
     ("inkling", {}, "short convolutions behind its layers"),
+    ("inkling2", {}, "short convolutions behind its layers"),
     ("lfm3", {"layer_types": ["sliding_attention"] * 5}, "letter for attention with a sliding"),
     (
         "lfm3",

@@ -33,6 +33,7 @@ PARAMETERS = {
     "falcon-mamba-7b": (7.27, "Hub"),
     "glm-5.3-flash": (313.3, "313.33 in transformers' class"),
     "granite-4.0-h-tiny": (6.94, "Hub"),
+    "inkling-2-small": (593.7, "593.72 in transformers' class"),
     "inkling-small": (263.7, "263.66 in transformers' class"),
     "jamba-mini-1.6": (51.6, "Hub; 52 B in the model card"),
     "kimi-linear-48b-a3b": (49.1, "48 B in the model card; 49.12 in transformers' class"),

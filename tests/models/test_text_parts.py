@@ -113,6 +113,20 @@ WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8},
         },
     ),
+    "inkling2": (
+        "Inkling2ForConditionalGeneration",
+        "inkling2",
+        {
+            "vision_config": {
+                "hidden_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "patch_size": 2,
+                "projection_hidden_dim": 32,
+                "text_hidden_size": 64,
+            },
+        },
+    ),
 }
 # Of types that transformers does not know: which of those above has the same weights.
 LIKE = {

@@ -25,6 +25,7 @@ FAMILIES = (
     "lfm2_moe",
     "zaya",
     "inkling",
+    "inkling2",
 )
 TENSOR_2 = {"tensor_model_parallel_size": 2}
 EXPERT_2 = {"expert_model_parallel_size": 2}

@@ -63,6 +63,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm3": ("lfm3", {"num_key_value_heads": 1, "vocab_size": 163}),
     # a KV head and its windows that both have; those of sliding layers are divided
     "inkling": ("inkling", {"num_key_value_heads": 1, "vocab_size": 163}),
+    "inkling2": (
+        "inkling2",
+        {"num_key_value_heads": 1, "vocab_size": 163, "unpadded_vocab_size": 163},
+    ),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen3": ("qwen3", {"vocab_size": 161, "tie_word_embeddings": True}),
     "kimi_linear": ("kimi_linear", {"attention_bias": True}),

@@ -8,7 +8,7 @@ from functools import partial
 
 from bench.cases import BLOCK, Bench, Calls, Case
 from megatron_hybrid.kernels.contract import AttentionShape
-from megatron_hybrid.kernels.protocols import RelativeBias
+from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
 from megatron_hybrid.layers.inputs import KVSpec, allocate_caches
 from megatron_hybrid.layers.relative_attention import RelativeAttentionConfig
 

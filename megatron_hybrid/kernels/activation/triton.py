@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.kernels.activation.reference import ACTIVATIONS, limit_of
+from megatron_hybrid.kernels.activation.reference import ACTIVATIONS, caps_of, limit_of
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.linear.rounding import Results, store_rounded
@@ -28,7 +28,8 @@ def gate(x: Tensor, gate: Tensor, activation: str, into: Reader | None = None) -
 
 def _launch(x: Tensor, factor: Tensor | None, activation: str, into: Reader | None) -> Inputs:
     """act(x) * factor."""
-    if activation not in ACTIVATIONS and (factor is None or limit_of(activation) is None):
+    bounded = limit_of(activation) is not None or caps_of(activation) is not None
+    if activation not in ACTIVATIONS and (factor is None or not bounded):
         raise ValueError(f"activation is {activation!r}, must be one of {', '.join(ACTIVATIONS)}")
     tokens, columns = x.shape
     # Few columns a program where there are few elements, so that the device is filled.
@@ -80,10 +81,32 @@ def _limit(activation):
     return float(activation[8:]) if activation.startswith("silu_to_") else 0.0
 
 
+@triton.constexpr_function
+def _cap(activation, which):
+    """The first or second of caps_of; 0: none."""
+    is_capped = activation.startswith("silu_capped_")
+    return float(activation[12:].split("_")[which]) if is_capped else 0.0
+
+
+@triton.jit
+def soft_capped(values, CAP: tl.constexpr):
+    """CAP tanh(values / CAP), of small ones by the first terms of its series: nothing is left of
+    them in a difference to 1."""
+    x = values * (1 / CAP)
+    square, zeros = x * x, tl.zeros_like(x)
+    series = tl.fma(square, zeros - 17 / 315, zeros + 2 / 15)
+    series = tl.fma(square, tl.fma(square, series, zeros - 1 / 3), zeros + 1.0)
+    large = 2 * tl.sigmoid(2 * x) - 1
+    return CAP * tl.where(square < 0.04, x * series, large)
+
+
 @triton.jit
 def limited(values, ACTIVATION: tl.constexpr):
-    """What gates are multiplied with, float32; see limit_of."""
+    """What gates are multiplied with, float32; see limit_of and caps_of."""
     LIMIT: tl.constexpr = _limit(ACTIVATION)
+    CAP: tl.constexpr = _cap(ACTIVATION, 1)
+    if CAP > 0:
+        values = soft_capped(values, CAP)
     if LIMIT > 0:
         values = tl.clamp(values, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return values
@@ -93,7 +116,10 @@ def limited(values, ACTIVATION: tl.constexpr):
 def apply_activation(values, ACTIVATION: tl.constexpr):
     """Of float32 values."""
     LIMIT: tl.constexpr = _limit(ACTIVATION)
-    if LIMIT > 0:
+    CAP: tl.constexpr = _cap(ACTIVATION, 0)
+    if CAP > 0:
+        values = soft_capped(values, CAP) * tl.sigmoid(values)
+    elif LIMIT > 0:
         values = tl.minimum(values, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         values = values * tl.sigmoid(values)
     elif ACTIVATION == "relu2":

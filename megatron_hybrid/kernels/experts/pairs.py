@@ -169,7 +169,8 @@ def _store_blocks(blocks, num_blocks, block, expert, row, end, valid, BLOCK_M: t
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """Of float32 values; ACTIVATION: "silu", "silu_to_LIMIT" (see `limited`, too) or "relu2"."""
+    """Of float32 values; ACTIVATION: "silu", "relu2", or one of limit_of's and caps_of's (see
+    `limited`, too)."""
     if ACTIVATION == "silu":
         return x * tl.sigmoid(x)
     elif ACTIVATION != "relu2":

@@ -41,8 +41,9 @@ from megatron_hybrid.kernels.latent_attention.protocol import LatentAttention, L
 from megatron_hybrid.kernels.latent_attention.triton_prepare import by_head
 from megatron_hybrid.kernels.launching import are_compiled_ahead, cdiv, next_power_of_2
 from megatron_hybrid.kernels.paged_attention import triton_decode
+from megatron_hybrid.kernels.paged_attention.protocol import Attention
 from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E
-from megatron_hybrid.kernels.protocols import Attention, Plan
+from megatron_hybrid.kernels.protocols import Plan
 
 _LEAST_SPLIT = 128  # keys of a part
 _PROGRAMS = 4  # of a multiprocessor

@@ -7,7 +7,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from megatron_hybrid.kernels.contract import KVCache
-from megatron_hybrid.kernels.protocols import PagedKernel, Plan
+from megatron_hybrid.kernels.paged_attention.protocol import PagedKernel
+from megatron_hybrid.kernels.protocols import Plan
 
 
 class LatentNorm(NamedTuple):

@@ -46,6 +46,13 @@ def add_rms_norm(
     return rounded(rms_norm(total, weight, eps, dtype), into), total
 
 
+def l2_clip(x: Tensor, scale: Tensor | None, most: float) -> Tensor:
+    """As in Norm."""
+    y = x.float() if scale is None else x.float() * scale
+    length = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+    return (y * (most / (length + 1e-6)).clamp(max=1)).to(x.dtype)
+
+
 # add_rms_norm of the sum over ranks, where a kernel can do both; see triton.py.
 add_rms_norm_over_ranks = None
 

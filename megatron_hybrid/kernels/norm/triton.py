@@ -55,6 +55,20 @@ def rms_norm_parts(x: Tensor, sections: tuple[int, int, int], weight: Tensor, ep
     return out
 
 
+def l2_clip(x: Tensor, scale: Tensor | None, most: float) -> Tensor:
+    """As in Norm."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tokens, heads, size = x.shape
+    block = next_power_of_2(size)
+    block_rows = max(1024 // block, 1)
+    if tokens:
+        _l2_clip_kernel[(cdiv(tokens * heads, block_rows),)](
+            x, scale, out, tokens * heads, heads, size, x.stride(0), x.stride(1), most,
+            ROWS=block_rows, BLOCK=block, num_warps=warps_for(block_rows * block), **OPTIONS,
+        )  # fmt: skip
+    return out
+
+
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -160,6 +174,26 @@ def _rms_norm_kernel(
     values = tl.load(x + source[:, None] + column, mask=mask, other=0)
     normed = scaled(values.to(weights.dtype), inverse_rms(values, size, eps), weights)
     tl.store(out + row[:, None] * size + column, normed, mask=mask)
+
+
+@launched(do_not_specialize=["rows"])
+def _l2_clip_kernel(
+    x, scale, out, rows, heads, size, token_stride, head_stride, most,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows)[:, None] & (column < size)
+    source = (row // heads) * token_stride + (row % heads) * head_stride
+    wait_for_inputs()
+    let_next_start()
+    values = tl.load(x + source[:, None] + column, mask=mask, other=0).to(tl.float32)
+    if scale is not None:
+        own = (row % heads)[:, None] * size + column
+        values *= tl.load(scale + own, mask=column < size, other=0).to(tl.float32)
+    length = tl.sqrt(tl.sum(values * values, axis=1)) + 1e-6
+    values *= tl.minimum(most / length, 1.0)[:, None]
+    tl.store(out + row[:, None] * size + column, values, mask=mask)
 
 
 @launched

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron_hybrid.kernels.contract import FP8, AttentionShape, KVCache, PagedSequences
 from megatron_hybrid.kernels.paged_attention import reference
+from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
 from megatron_hybrid.kernels.paged_attention.reference import copy_tokens, most_captured
-from megatron_hybrid.kernels.protocols import RelativeBias
 
 __all__ = ["append", "attend", "copy_tokens", "most_captured", "plan"]
 
@@ -81,7 +81,11 @@ def append(key: Tensor, value: Tensor, cache: KVCache, plan: AttentionPlan) -> N
 
 
 def attend(
-    query: Tensor, cache: KVCache, plan: AttentionPlan, bias: RelativeBias | None = None
+    query: Tensor,
+    cache: KVCache,
+    plan: AttentionPlan,
+    bias: RelativeBias | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As in Attention."""
     keys, values = cache.key.flatten(0, 1), cache.value.flatten(0, 1)
@@ -97,6 +101,9 @@ def attend(
         shape = q.shape[:3]
         most = q.new_full(shape, -torch.inf)
         total = q.new_zeros(shape)
+        if sinks is not None:  # they come before all keys
+            most.copy_(sinks[here].unflatten(1, (kv_heads, -1)))
+            total.add_(1)
         out = q.new_zeros((*shape, values.shape[2]))
         for begin, active, rows, hidden in group.tiles:
             k, v = (_gathered(stored, rows, len(active)) for stored in (keys, values))

@@ -44,6 +44,7 @@ from megatron_hybrid.kernels.contract import (
 from megatron_hybrid.kernels.devices import processors
 from megatron_hybrid.kernels.paged_attention import prompts, reference
 from megatron_hybrid.kernels.paged_attention.prompts import GatheredLayout, PromptKernel
+from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
 from megatron_hybrid.kernels.paged_attention.replanning import Aside, PlanCall
 from megatron_hybrid.kernels.paged_attention.triton import (
     TritonAttention,
@@ -52,7 +53,6 @@ from megatron_hybrid.kernels.paged_attention.triton import (
     store_kv,
 )
 from megatron_hybrid.kernels.pinned import PinnedNumbers, copy_by_kernel
-from megatron_hybrid.kernels.protocols import RelativeBias
 
 _HEAD_DIMS = (64, 128, 256)
 # Up to so many sequences decodes with keys and values in 16 bits are our kernel's: of one it takes
@@ -179,11 +179,12 @@ class FlashInferAttention:
         cache: KVCache,
         plan: FlashInferPlan | TritonPlan,
         bias: RelativeBias | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """As in Attention."""
         if isinstance(plan, TritonPlan):
-            return self._triton.attend(query, cache, plan, bias)
-        assert bias is None
+            return self._triton.attend(query, cache, plan, bias, sinks)
+        assert bias is None and sinks is None
         if isinstance(plan.decode, TritonPlan) and plan.prefill is None:
             return self._triton.attend(query, cache, plan.decode)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -433,7 +434,8 @@ def _graph_of(paged: PagedSequences) -> _Graph | None:
 def _is_flashinfers(shape: AttentionShape) -> bool:
     """Whether it computes such heads, if its kernels are there."""
     in_16_bits = shape.dtype in (torch.bfloat16, torch.float16)
-    return in_16_bits and shape.head_dim in _HEAD_DIMS and not shape.relative
+    in_the_usual_way = not shape.relative and not shape.sinks
+    return in_16_bits and shape.head_dim in _HEAD_DIMS and in_the_usual_way
 
 
 def _has_kernels(backend: str, shape: AttentionShape) -> bool:

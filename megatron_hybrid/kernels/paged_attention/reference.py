@@ -23,7 +23,7 @@ from megatron_hybrid.kernels.contract import (
     PagedHost,
     PagedSequences,
 )
-from megatron_hybrid.kernels.protocols import RelativeBias
+from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
 
 # A segment with more queries than this forms a group of its own.
 _SHORT_QUERIES = 128
@@ -265,7 +265,11 @@ def _as_bytes(values: Tensor) -> Tensor:
 
 
 def attend(
-    query: Tensor, cache: KVCache, plan: AttentionPlan, bias: RelativeBias | None = None
+    query: Tensor,
+    cache: KVCache,
+    plan: AttentionPlan,
+    bias: RelativeBias | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As in Attention."""
     heads, head_dim = query.shape[1:]
@@ -283,10 +287,15 @@ def attend(
             k, v = k.view(FP8).to(query.dtype), v.view(FP8).to(query.dtype)
         k = k.view(number, keys, kv_heads, head_dim).transpose(1, 2)
         v = v.view(number, keys, kv_heads, value_dim).transpose(1, 2)
-        if bias is not None:
-            weights = take(bias.weights, group.queries).unflatten(0, (number, queries))
-            own = RelativeBias(weights, bias.bank)
-            out = _attend_with_bias(q, k, v, own, group, scale, plan.window)
+        if bias is not None or sinks is not None:
+            own = None
+            if bias is not None:
+                weights = take(bias.weights, group.queries).unflatten(0, (number, queries))
+                own = RelativeBias(weights, bias.bank)
+            own_sinks = None
+            if sinks is not None:
+                own_sinks = take(sinks, group.queries).unflatten(0, (number, queries))
+            out = _attend_with_more(q, k, v, own, own_sinks, group, scale, plan.window)
         elif queries == 1:
             # The query heads of one KV head become its queries: no repeated keys.
             q = q.view(number, kv_heads, heads // kv_heads, head_dim)
@@ -311,14 +320,26 @@ def attend(
     return output if cache.v_scale == 1.0 else output.mul_(cache.v_scale)
 
 
-def _attend_with_bias(
-    q: Tensor, k: Tensor, v: Tensor, bias: RelativeBias, group: Group, scale: float, window: int
+def _attend_with_more(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: RelativeBias | None,
+    sinks: Tensor | None,
+    group: Group,
+    scale: float,
+    window: int,
 ) -> Tensor:
     """q [N, Q, heads, head_dim], k and v [N, kv_heads, K, head_dim], weights of the bias [N, Q,
-    heads, profiles] -> [N, Q, heads, head_dim]. What a query sees follows from distances."""
+    heads, profiles], sinks [N, Q, heads] -> [N, Q, heads, head_dim]. What a query sees follows from
+    distances; a sink is one more key, of zeros."""
     number, queries, keys = group.shape
     heads, device = q.shape[2], q.device
+    if bias is None:
+        bias = RelativeBias(q.new_zeros((number, queries, heads, 1)), q.new_zeros((1, 0)))
     bank = F.pad(bias.bank, (0, 1))  # what is farther away has no bias
+    if sinks is not None:
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
     before = torch.tensor(group.before, device=device)[:, None, None]
     column = torch.arange(keys, device=device)
     step = max(1, _BIASES // (number * heads * max(keys, bank.shape[1])))
@@ -332,6 +353,8 @@ def _attend_with_bias(
         profiles = bias.weights[:, first : first + step] @ bank  # [N, rows, heads, extent + 1]
         place = distance.clamp(0, bias.extent)[:, :, None].expand(-1, -1, heads, -1)
         scores = profiles.gather(3, place).masked_fill_(hidden[:, :, None], -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, first : first + step, :, None]), dim=3)
         out = F.scaled_dot_product_attention(
             q[:, first : first + step].transpose(1, 2),
             k,

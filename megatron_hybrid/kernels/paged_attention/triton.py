@@ -25,9 +25,10 @@ from megatron_hybrid.kernels.devices import processors
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
 from megatron_hybrid.kernels.paged_attention import reference, triton_decode
 from megatron_hybrid.kernels.paged_attention.prompts import TILE
+from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
 from megatron_hybrid.kernels.paged_attention.triton_bias import BiasArguments, biases, load_weights
 from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E, MOST_SPLITS
-from megatron_hybrid.kernels.protocols import RelativeBias
+from megatron_hybrid.kernels.paged_attention.triton_sinks import load_sinks
 
 # Where a step's tables begin is no reason to compile once more.
 _TABLES = ["sequence", "position", "kv_length", "kv_indptr", "kv_indices"]
@@ -76,6 +77,7 @@ class TritonAttention:
         cache: KVCache,
         plan: TritonPlan,
         bias: RelativeBias | None = None,
+        sinks: Tensor | None = None,
         *,
         splits: int | None = None,
     ) -> Tensor:
@@ -88,7 +90,7 @@ class TritonAttention:
             return output
         paged, shape = plan.paged, plan.shape
         if triton_decode.serves(shape, plan.longest):
-            return triton_decode.attend(query, cache, paged, shape, plan.longest, splits)
+            return triton_decode.attend(query, cache, paged, shape, plan.longest, splits, sinks)
         tokens, heads, head_dim = query.shape
         _, block_size, kv_heads, _ = cache.key.shape
         sequences, group = len(paged.kv_length), heads // kv_heads
@@ -107,13 +109,14 @@ class TritonAttention:
             query, cache.key, cache.value, output, parts, sums,
             paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
             shape.scale * cache.k_scale * LOG2_E, cache.v_scale,
-            *query.stride()[:2], *relative[:4], tokens, kv_heads, splits,
+            *query.stride()[:2], *relative[:4], sinks, triton_decode.sink_stride(sinks), tokens,
+            kv_heads, splits,
             IS_SPLIT=splits > 1, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
             FIRST=shape.first_position, WINDOW=shape.window, ROWS=block_rows, KEYS=_KEYS,
             DIMS=max(next_power_of_2(head_dim), 16), **relative.constants,
             num_warps=4 if head_dim <= 128 else 8, num_stages=2,
         )  # fmt: skip
-        triton_decode.join(output, parts, sums, paged.cu_seqlens, cache.v_scale)
+        triton_decode.join(output, parts, sums, paged.cu_seqlens, cache.v_scale, sinks)
         return output
 
     copy_tokens = staticmethod(reference.copy_tokens)
@@ -222,7 +225,7 @@ def _attend_kernel(
     query, key_cache, value_cache, output, parts, sums,
     cu_seqlens, kv_length, kv_indptr, kv_indices,
     scale, v_scale, query_stride, query_head_stride, bias_weights, bank, bias_stride,
-    bias_head_stride, tokens, kv_heads, splits,
+    bias_head_stride, sinks, sink_stride, tokens, kv_heads, splits,
     IS_SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     FIRST: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DIMS: tl.constexpr, EXTENT: tl.constexpr, PROFILES: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -260,6 +263,9 @@ def _attend_kernel(
 
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if sinks is not None and not IS_SPLIT:
+        largest = load_sinks(sinks, token, head, row_inside, sink_stride)
+        total += 1.0
     result = tl.zeros([ROWS, DIMS], tl.float32)
     end = tl.minimum(keys, keys - queries + (first_row + ROWS - 1) // GROUP + 1)
     begin = 0

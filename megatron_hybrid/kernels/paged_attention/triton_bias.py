@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.kernels.launching import next_power_of_2
+from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
 from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E
-from megatron_hybrid.kernels.protocols import RelativeBias
 
 _LOG2_E = tl.constexpr(LOG2_E)
 

@@ -39,15 +39,15 @@ from megatron_hybrid.kernels.dependent_launch import OPTIONS
 from megatron_hybrid.kernels.devices import processors, stages_that_fit
 from megatron_hybrid.kernels.launching import cdiv, next_power_of_2
 from megatron_hybrid.kernels.paged_attention import reference
+from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
 from megatron_hybrid.kernels.paged_attention.triton import store_kv
 from megatron_hybrid.kernels.paged_attention.triton_bias import BiasArguments
-from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E
+from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E, sink_stride
 from megatron_hybrid.kernels.paged_attention.triton_split_kernels import (
     decode_kernel,
     join_kernel,
     prompt_kernel,
 )
-from megatron_hybrid.kernels.protocols import RelativeBias
 
 # Other numbers give other bits.
 KEYS = 64  # of a tile, in 16 bits
@@ -173,15 +173,20 @@ class SplitAttention:
         store_kv(key, value, cache, plan.kv_slot)
 
     def attend(
-        self, query: Tensor, cache: KVCache, plan: SplitPlan, bias: RelativeBias | None = None
+        self,
+        query: Tensor,
+        cache: KVCache,
+        plan: SplitPlan,
+        bias: RelativeBias | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """As in Attention; heads may be strided, too."""
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         decodes = plan.paged.num_decodes
         if decodes:
-            self._attend_decodes(query, cache, plan, output, bias)
+            self._attend_decodes(query, cache, plan, output, bias, sinks)
         if len(plan.paged.kv_length) > decodes and plan.prompt_tokens:
-            self._attend_prompts(query, cache, plan, output, bias)
+            self._attend_prompts(query, cache, plan, output, bias, sinks)
         return output
 
     copy_tokens = staticmethod(reference.copy_tokens)
@@ -193,6 +198,7 @@ class SplitAttention:
         plan: SplitPlan,
         output: Tensor,
         bias: RelativeBias | None,
+        sinks: Tensor | None,
     ) -> None:
         paged, shape = plan.paged, plan.shape
         heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
@@ -214,14 +220,14 @@ class SplitAttention:
             query, cache.key, cache.value, output, parts, sums,
             paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
             shape.scale * cache.k_scale * LOG2_E, cache.v_scale, *query.stride()[:2],
-            *relative[:4], count, room, places, kv_heads,
+            *relative[:4], sinks, sink_stride(sinks), count, room, places, kv_heads,
             KEYS=keys, WHOLE=_has_whole_tiles(shape, keys), ROWS=tile.rows, STAGES=tile.stages,
             **tile.options, **constants, **relative.constants, **OPTIONS,
         )  # fmt: skip
         if room:
             join_kernel[(count, cdiv(heads * plan.longest, _JOINED_ROWS))](
                 output, parts, sums, paged.cu_seqlens, paged.kv_length, paged.kv_indptr,
-                cache.v_scale, room, places, kv_heads,
+                cache.v_scale, sinks, sink_stride(sinks), room, places, kv_heads,
                 ROWS=_JOINED_ROWS, num_warps=4, **constants, **OPTIONS,
             )  # fmt: skip
 
@@ -232,6 +238,7 @@ class SplitAttention:
         plan: SplitPlan,
         output: Tensor,
         bias: RelativeBias | None,
+        sinks: Tensor | None,
     ) -> None:
         paged, shape = plan.paged, plan.shape
         tile = self._prompts or prompt_tile(shape)
@@ -248,7 +255,7 @@ class SplitAttention:
             query, cache.key, cache.value, key_tiles, value_tiles, output,
             paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
             shape.scale * cache.k_scale * LOG2_E, cache.v_scale, *query.stride()[:2],
-            *relative[:4], decodes, sequences, shape.kv_heads,
+            *relative[:4], sinks, sink_stride(sinks), decodes, sequences, shape.kv_heads,
             KEYS=keys, WHOLE=whole, ROWS=tile.rows, STAGES=tile.stages,
             MASKED_STAGES=min(tile.stages, 2), **tile.options, **constants, **relative.constants,
         )  # fmt: skip

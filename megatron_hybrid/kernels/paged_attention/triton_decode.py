@@ -30,6 +30,7 @@ from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedSeque
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.devices import processors
 from megatron_hybrid.kernels.launching import launched, next_power_of_2
+from megatron_hybrid.kernels.paged_attention.triton_sinks import load_sinks
 
 LOG2_E = 1.4426950408889634  # exp2 is what devices have
 MOST_SPLITS = 64
@@ -65,6 +66,7 @@ def attend(
     shape: AttentionShape,
     longest: int,
     splits: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As in Attention, for sequences of up to `longest` queries that this module `serves`. splits:
     see splits_for."""
@@ -87,15 +89,20 @@ def attend(
         output, parts, sums,
         paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
         shape.scale * cache.k_scale * LOG2_E, cache.v_scale,
-        *query.stride()[:2], tokens, kv_heads, splits,
+        *query.stride()[:2], sinks, sink_stride(sinks), tokens, kv_heads, splits,
         IS_SPLIT=splits > 1, GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         FIRST=shape.first_position, WINDOW=shape.window, ROWS=rows, KEYS=keys, FP8=is_fp8,
         STAGES=min(max(_TILE_BYTES // tile_bytes, 2), 4),
         ASSEMBLY=query.is_cuda,  # not in Triton's interpreter
         num_warps=4, **registers, **OPTIONS,
     )  # fmt: skip
-    join(output, parts, sums, paged.cu_seqlens, cache.v_scale)
+    join(output, parts, sums, paged.cu_seqlens, cache.v_scale, sinks)
     return output
+
+
+def sink_stride(sinks: Tensor | None) -> int:
+    """Of a token's."""
+    return 0 if sinks is None else sinks.stride(0)
 
 
 def parts_of(output: Tensor, splits: int) -> tuple[Tensor, Tensor]:
@@ -108,14 +115,23 @@ def parts_of(output: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     return parts, output.new_empty((splits, tokens, heads, 2), dtype=torch.float32)
 
 
-def join(output: Tensor, parts: Tensor, sums: Tensor, cu_seqlens: Tensor, v_scale: float) -> None:
+def join(
+    output: Tensor,
+    parts: Tensor,
+    sums: Tensor,
+    cu_seqlens: Tensor,
+    v_scale: float,
+    sinks: Tensor | None = None,
+) -> None:
     """The results of all parts, which have been written to what `parts_of` gave, into `output`
-    [tokens, heads, head_dim]; where there is one part, it is there already."""
+    [tokens, heads, head_dim], with the sinks, which no part of several has; where there is one
+    part, all is there already."""
     if parts is output:
         return
     splits, tokens, heads, head_dim = parts.shape
     _join_kernel[(tokens, heads)](
-        output, parts, sums, cu_seqlens, len(cu_seqlens) - 1, tokens, splits, v_scale,
+        output, parts, sums, cu_seqlens, sinks, sink_stride(sinks), len(cu_seqlens) - 1, tokens,
+        splits, v_scale,
         HEADS=heads, PLACES=_FEW_SPLITS if splits <= _FEW_SPLITS else MOST_SPLITS,
         HEAD_DIM=head_dim, DIMS=next_power_of_2(head_dim), num_warps=4, **OPTIONS,
     )  # fmt: skip
@@ -124,7 +140,7 @@ def join(output: Tensor, parts: Tensor, sums: Tensor, cu_seqlens: Tensor, v_scal
 # `splits` changes with the number of sequences: one more must not be compiled for.
 @launched(do_not_specialize=["sequences", "tokens", "splits"])
 def _join_kernel(
-    output, parts, sums, cu_seqlens, sequences, tokens, splits, v_scale,
+    output, parts, sums, cu_seqlens, sinks, sink_stride, sequences, tokens, splits, v_scale,
     HEADS: tl.constexpr, PLACES: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
     """One head of one token."""
@@ -141,13 +157,19 @@ def _join_kernel(
     # Of a part that sees no key the sum is 0, and the rest was not written. A NaN is no 0.
     seen = total != 0.0
     largest = tl.load(sums + 2 * at, mask=seen, other=float("-inf"))
-    factor = tl.exp2(largest - tl.maximum(tl.max(largest, 0), -1e30))
+    most = tl.maximum(tl.max(largest, 0), -1e30)
+    if sinks is not None:
+        sink = load_sinks(sinks, token, tl.program_id(1), True, sink_stride)
+        most = tl.maximum(most, sink)
+    factor = tl.exp2(largest - most)
     part = tl.load(
         parts + (at * HEAD_DIM)[:, None] + dim[None, :],
         mask=seen[:, None] & inside[None, :],
         other=0.0,
     )
     total = tl.sum(total * factor, 0)
+    if sinks is not None:
+        total += tl.exp2(sink - most)
     total = tl.where(total != 0.0, total, 1.0)  # of a row that sees nothing, whose result is 0
     result = tl.sum(part * factor[:, None], 0) / total * v_scale
     place = output + (token * HEADS + tl.program_id(1)) * HEAD_DIM + dim
@@ -186,7 +208,7 @@ def _taken_apart(pair, dtype: tl.constexpr, ASSEMBLY: tl.constexpr):
 def _attend_kernel(
     query, key_cache, value_cache, output, parts, sums,
     cu_seqlens, kv_length, kv_indptr, kv_indices,
-    scale, v_scale, query_stride, query_head_stride, tokens, kv_heads, splits,
+    scale, v_scale, query_stride, query_head_stride, sinks, sink_stride, tokens, kv_heads, splits,
     IS_SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     FIRST: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     FP8: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
@@ -244,6 +266,9 @@ def _attend_kernel(
     v_place = tile[:, None] * (kv_heads * VALUE_DIM) + half[None, :]
     largest = tl.full([ROWS], -1e30, tl.float32)  # a row may see none of these keys
     total = tl.zeros([ROWS], tl.float32)
+    if sinks is not None and not IS_SPLIT:
+        largest = tl.maximum(largest, load_sinks(sinks, token, head, row_inside, sink_stride))
+        total += 1.0
     result_0 = tl.zeros([ROWS, HEAD_DIM // 2], tl.float32)
     result_1 = tl.zeros([ROWS, HEAD_DIM // 2], tl.float32)
     for first in tl.range(begin, end, KEYS, num_stages=STAGES):

@@ -14,6 +14,7 @@ import triton.language as tl
 from megatron_hybrid.kernels.dependent_launch import ENABLED, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.paged_attention.triton_bias import biases, load_weights
+from megatron_hybrid.kernels.paged_attention.triton_sinks import with_sinks
 
 # Sequences that are searched at the same time.
 _SEQUENCES = tl.constexpr(128)
@@ -237,7 +238,7 @@ def decode_kernel(
     query, key_cache, value_cache, output, parts, sums,
     cu_seqlens, kv_length, kv_indptr, kv_indices,
     scale, v_scale, query_stride, query_head_stride, bias_weights, bank, bias_stride,
-    bias_head_stride, sequences, room, places, kv_heads,
+    bias_head_stride, sinks, sink_stride, sequences, room, places, kv_heads,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr,
     WHOLE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, EXTENT: tl.constexpr,
@@ -302,6 +303,9 @@ def decode_kernel(
             most, total, result = _all_of(state)
             if alone:
                 there = (token * kv_heads * GROUP + head) * HEAD_DIM
+                total, result = with_sinks(
+                    most, total, result, sinks, token, head, inside, sink_stride
+                )
                 average = _finished(total, result, v_scale, output.dtype.element_ty)
                 tl.store(output + there[:, None] + dim[None, :], average, mask=written)
             else:
@@ -317,7 +321,8 @@ def decode_kernel(
 
 @launched(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_TABLES)
 def join_kernel(
-    output, parts, sums, cu_seqlens, kv_length, kv_indptr, v_scale, room, places, kv_heads,
+    output, parts, sums, cu_seqlens, kv_length, kv_indptr, v_scale, sinks, sink_stride, room,
+    places, kv_heads,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -354,8 +359,9 @@ def join_kernel(
         at = (item + number).to(tl.int64) * (kv_heads * places) + row
         part = _part(parts, sums, at, dim, inside, written, HEAD_DIM)
         most, total, result = _folded(most, total, result, part[0], part[1], part[2])
-    token = first_token + own // GROUP
-    place = (token * kv_heads * GROUP + kv_head * GROUP + own % GROUP) * HEAD_DIM
+    token, head = first_token + own // GROUP, kv_head * GROUP + own % GROUP
+    place = (token * kv_heads * GROUP + head) * HEAD_DIM
+    total, result = with_sinks(most, total, result, sinks, token, head, inside, sink_stride)
     result = _finished(total, result, v_scale, output.dtype.element_ty)
     tl.store(output + place[:, None] + dim[None, :], result, mask=written)
 
@@ -374,7 +380,7 @@ def prompt_kernel(
     query, key_cache, value_cache, key_tiles, value_tiles, output,
     cu_seqlens, kv_length, kv_indptr, kv_indices,
     scale, v_scale, query_stride, query_head_stride, bias_weights, bank, bias_stride,
-    bias_head_stride, first_sequence, sequences, kv_heads,
+    bias_head_stride, sinks, sink_stride, first_sequence, sequences, kv_heads,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr,
     WHOLE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
@@ -436,7 +442,8 @@ def prompt_kernel(
         SPLIT, KEYS, HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WINDOW, WHOLE, MASKED_STAGES,
         relative, EXTENT, PROFILES, BLOCK_P, SPAN,
     )  # fmt: skip
-    _, total, result = _all_of(state)
+    most, total, result = _all_of(state)
+    total, result = with_sinks(most, total, result, sinks, token, head, inside, sink_stride)
     place = (token * kv_heads * GROUP + head) * HEAD_DIM
     result = _finished(total, result, v_scale, output.dtype.element_ty)
     tl.store(output + place[:, None] + dim[None, :], result, mask=written)

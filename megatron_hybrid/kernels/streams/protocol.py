@@ -1,5 +1,5 @@
 """What all implementations of residual streams are called with. Streams are [tokens, streams,
-hidden] in the model's type, contiguous; sums are in float32."""
+hidden] in the model's type, contiguous unless it is said; sums are in float32."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ class Streams(Protocol):
     def mixed(self, streams: Tensor, x: Tensor, weights: StreamWeights) -> Tensor:
         """after_j * x + sum over i of mixing_ij * streams_i: x [tokens, hidden] -> as the streams,
         whose place the result may take."""
+
+    def attended(
+        self, streams: Tensor, queries: Tensor, weights: Tensor, source_eps: float, eps: float
+    ) -> Tensor:
+        """With n_i = stream i / rms (of source_eps), the RMS norm (of eps, with weights_j) of sum
+        over i of softmax_i(query_j . n_i / sqrt(hidden)) n_i, for each j: streams [tokens, streams,
+        hidden] (tokens may be strided), queries [count, hidden] float32, weights [count, hidden] ->
+        [tokens, count, hidden] in the weights' type."""
 
     def keyed(self, key: Tensor, query: Tensor, value: Tensor) -> Tensor:
         """sigmoid(s(key_i . query_i / sqrt(hidden))) * value for each stream i, where s(a) is

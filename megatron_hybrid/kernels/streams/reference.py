@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megatron_hybrid.kernels.elementwise import sigmoid
+from megatron_hybrid.kernels.norm.reference import inverse_rms
 from megatron_hybrid.kernels.streams.protocol import StreamWeights
 
 
@@ -30,6 +32,25 @@ def mixed(streams: Tensor, x: Tensor, weights: StreamWeights) -> Tensor:
     for i, row in enumerate(weights.mixing.unbind(dim=1)):  # in order, whatever the tokens are
         total.addcmul_(row[:, :, None], streams[:, i, None])
     return total.to(streams.dtype)
+
+
+def attended(
+    streams: Tensor, queries: Tensor, weights: Tensor, source_eps: float, eps: float
+) -> Tensor:
+    """As in Streams."""
+    wide = streams.float()
+    normed = wide * inverse_rms(wide, wide.shape[2], source_eps)
+    out = []
+    for query, weight in zip(queries, weights, strict=True):
+        logits = (normed * query).sum(dim=2) * len(query) ** -0.5
+        shares = (logits - logits.amax(dim=1, keepdim=True)).exp()
+        total = torch.zeros_like(normed[:, 0])
+        for i in range(normed.shape[1]):  # in order, whatever the tokens are
+            total.addcmul_(shares[:, i, None], normed[:, i])
+        total /= shares.sum(dim=1, keepdim=True)
+        total *= inverse_rms(total, len(query), eps)
+        out.append(total.mul_(weight).to(weight.dtype))
+    return torch.stack(out, dim=1)
 
 
 def keyed(key: Tensor, query: Tensor, value: Tensor) -> Tensor:

@@ -46,6 +46,22 @@ def mixed(streams: Tensor, x: Tensor, weights: StreamWeights) -> Tensor:
     return streams
 
 
+def attended(
+    streams: Tensor, queries: Tensor, weights: Tensor, source_eps: float, eps: float
+) -> Tensor:
+    """As in Streams."""
+    tokens, count, size = streams.shape
+    out = weights.new_empty((tokens, len(queries), size))
+    block = next_power_of_2(size)
+    if tokens:
+        _attended_kernel[(tokens * len(queries),)](
+            streams, queries, weights, out, count, len(queries), size, streams.stride(0),
+            source_eps, eps, size**-0.5,
+            BLOCK=block, num_warps=min(max(block // 512, 1), 16), **OPTIONS,
+        )  # fmt: skip
+    return out
+
+
 def keyed(key: Tensor, query: Tensor, value: Tensor) -> Tensor:
     """As in Streams."""
     tokens, count, size = key.shape
@@ -163,6 +179,37 @@ def _mixed_kernel(
     tl.debug_barrier()
     mask = is_one[:, None] & there[None, :]
     tl.store(first[None, :] + stream[:, None] * size, total, mask=mask)
+
+
+@launched
+def _attended_kernel(
+    streams, queries, weights, out, count, inputs, size, token_stride, source_eps, eps, scale,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One query of one token."""
+    row = tl.program_id(0).to(tl.int64)
+    token, which = row // inputs, row % inputs
+    column = tl.arange(0, BLOCK)
+    mask = column < size
+    query = tl.load(queries + which * size + column, mask=mask, other=0)
+    weight = tl.load(weights + which * size + column, mask=mask, other=0)
+    wait_for_inputs()
+    let_next_start()
+    largest, share = -float("inf"), 0.0
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in range(count):
+        source = streams + token * token_stride + i * size + column
+        values = tl.load(source, mask=mask, other=0).to(tl.float32)
+        values *= tl.rsqrt(tl.sum(values * values, axis=0) / size + source_eps)
+        logit = tl.sum(values * query, axis=0) * scale
+        larger = tl.maximum(largest, logit)
+        shrink, own = tl.exp(largest - larger), tl.exp(logit - larger)
+        share = share * shrink + own
+        total = total * shrink + own * values
+        largest = larger
+    total /= share
+    total *= tl.rsqrt(tl.sum(total * total, axis=0) / size + eps)
+    tl.store(out + row * size + column, total * weight.to(tl.float32), mask=mask)
 
 
 @launched

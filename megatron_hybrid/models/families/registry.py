@@ -12,6 +12,7 @@ from megatron_hybrid.models.families.family import Family
 from megatron_hybrid.models.families.glm5_next import Glm5Next
 from megatron_hybrid.models.families.granite_moe_hybrid import GraniteMoeHybrid
 from megatron_hybrid.models.families.inkling import INKLING_NAMES, Inkling
+from megatron_hybrid.models.families.inkling2 import INKLING2_NAMES, Inkling2
 from megatron_hybrid.models.families.jamba import Jamba
 from megatron_hybrid.models.families.kimi_linear import KimiLinear
 from megatron_hybrid.models.families.lfm2 import Lfm2
@@ -52,6 +53,7 @@ FAMILIES: tuple[Family, ...] = (
     KimiLinear(),
     BailingHybrid(),
     Inkling(),
+    Inkling2(),
     Glm5Next(),
     RecurrentGemma(),
     Rwkv(),
@@ -85,6 +87,7 @@ TEXT_PARTS: tuple[TextPart, ...] = (
     ),
     TextPart(NemotronH(), ("nemo_speechlm", "nemotron3_5_transcribe"), names=_NEMO, tied=False),
     TextPart(Inkling(), ("inkling_mm_model",), names=INKLING_NAMES),
+    TextPart(Inkling2(), ("inkling2",), names=INKLING2_NAMES),
     TextPart(GraniteMoeHybrid(), ("granite_speech", "granite_speech_plus"), tied=True),
 )
 BY_MODEL_TYPE: dict[str, Family] = {
