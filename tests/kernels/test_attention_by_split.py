@@ -221,7 +221,7 @@ class Sequences:
         ],
         [
             attention_shape(2, 1, 8, 16, first_position=1),
-            attention_shape(3, 1, 8, 16, relative=True),
+            attention_shape(3, 1, 8, 16, relative=True, sinks=True),
             attention_shape(3, 1, 16, 16, kv_dtype=FP8),
             attention_shape(2, 1, 8, 16, torch.bfloat16),
             attention_shape(2, 1, 8, 16),

@@ -23,6 +23,7 @@ class FalconH1(TwoBlockFamily):
     def config(self, raw: RawConfig) -> HybridModelConfig:
         raw.refuse_unless("hidden_act", "silu")
         gate, down = _multipliers(raw, "mlp_multipliers", 2)
+        z, x, b, c, dt = _multipliers(raw, "ssm_multipliers", 5)
         attention, mamba = raw.attention(), mamba_config(raw)
         norm_first = raw.flag("mamba_norm_before_gate", default=True)
         normed = raw.flag("mamba_rms_norm")
@@ -47,7 +48,7 @@ class FalconH1(TwoBlockFamily):
                 head_dim=raw.whole("mamba_d_ssm", default=mamba.inner_size) // mamba.num_heads,
                 out_bias=raw.flag("projectors_bias"),
                 norm=("norm_first" if norm_first else "gate_first") if normed else "none",
-                in_multipliers=_multipliers(raw, "ssm_multipliers", 5),
+                in_multipliers=(z, x, b, c, dt),
                 input_multiplier=multiplier("ssm_in"),
                 out_multiplier=multiplier("ssm_out"),
             ),
