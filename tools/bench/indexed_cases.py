@@ -94,7 +94,7 @@ class _Indexed:
         query = bench.normal(tokens, config.num_heads, config.query_dim)
         rows = config.qk_nope_head_dim + config.v_head_dim
         both: Tensor = bench.normal(config.num_heads, rows, config.kv_lora_rank)
-        parts = LatentWeights(*both.split([config.qk_nope_head_dim, config.v_head_dim], 1))
+        parts = LatentWeights(both, config.qk_nope_head_dim)
         attend, every = kernels.indexed_attention.attend_latents, kernels.latent_attention.attend
         return {
             "ours": lambda: attend(query, parts, cache, plan),
