@@ -27,6 +27,7 @@ from tests.quantized_weights import Stored
 LEAVE = (
     "lm_head", "*.gate", "*.router.layer", "*.router", "*.shared_expert_gate", "*conv1d", "*.conv",
     "*embed*", "*norm*", "*.in_proj_a", "*.in_proj_b", "*.in_proj_ba", "*.dt_proj", "*.x_proj",
+    "*.attn_sink_proj",
 )  # fmt: skip
 # In NVIDIA's mixed files lm_head is quantised too, and Nemotron's latent projections are not.
 _LEFT_IN_MIXED = (*LEAVE[1:], "*_latent_proj")

@@ -1,5 +1,5 @@
-"""Residual streams on a GPU: kernels against float64, at the sizes of Qwen3.8-Flash-Next and
-GLM-5.3-Flash; and tables of n-grams that the GPU reads from the host's memory.
+"""Residual streams on a GPU: kernels against float64, at the sizes of Qwen3.8-Flash-Next,
+GLM-5.3-Flash and Inkling 2 Small; and tables of n-grams that the GPU reads from the host's memory.
 
     python -m pytest -m gpu -s tests/gpu/test_streams_gpu.py
 """
@@ -16,7 +16,14 @@ from megatron_hybrid import LLM, SamplingParams
 from megatron_hybrid.layers.mixer import LayerContext
 from megatron_hybrid.layers.ngram_table import NGramTable
 from megatron_hybrid.parallel import ExpertRanks, RankGroup, initialize
-from tests.kernels.streams_cases import SHAPES, TYPES, check_all, check_alone, check_balanced
+from tests.kernels.streams_cases import (
+    SHAPES,
+    TYPES,
+    check_all,
+    check_alone,
+    check_attended,
+    check_balanced,
+)
 from tests.tiny_models import make_tiny_model
 
 pytest.importorskip("triton")
@@ -35,6 +42,13 @@ PROMPTS = [[(7 * i * i + 3 * i + n) % 160 for i in range(n)] for n in (1, 5, 33,
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 4, 2560), (333, 4, 2560), (129, 4, 4096)])
 def test_every_sum(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     check_all(streams, shape, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_averages_of_inkling_2(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    every = torch.randn(333, 9, 4608, device="cuda").to(dtype)
+    check_attended(streams, every[:, :5].contiguous(), every)
 
 
 @pytest.mark.parametrize(("count", "times"), [(2, 1), (4, 20), (5, 3)])

@@ -34,21 +34,26 @@ def check_all(
     found = streams.mixed(own.clone(), x, StreamWeights(after, after, mixing))
     total = torch.einsum("tij,tih->tjh", mixing.double(), own.double())
     close(found, total + after.double()[:, :, None] * x.double()[:, None])
-    normed = own.double() / (own.double().square().mean(2, keepdim=True) + 1e-3).sqrt()
-    queries = draw(3, size, dtype=torch.float32, device=device, scale=3).contiguous()
-    norms = draw(3, size, dtype=dtype, device=device).contiguous()
-    shares = (torch.einsum("tsh,qh->tqs", normed, queries.double()) / size**0.5).softmax(2)
-    inputs = torch.einsum("tqs,tsh->tqh", shares, normed)
-    inputs = inputs / (inputs.square().mean(2, keepdim=True) + 0.01).sqrt() * norms.double()
-    wider = torch.cat((own, other), dim=1)  # some of more streams
-    for some in (own, wider[:, :count]):
-        close(streams.attended(some, queries, norms, 1e-3, 0.01), inputs)
+    check_attended(streams, own, torch.cat((own, other), dim=1))
     alike = (own.double() * other.double()).sum(2, keepdim=True) / size**0.5
     if tokens:
         other[0, 0] = 0  # nothing alike: a gate of one half
         alike[0, 0] = 0
     gate = (alike.abs().clamp_min(1e-6).sqrt() * alike.sign()).sigmoid()
     close(streams.keyed(own, other, x), gate * x.double()[:, None])
+
+
+def check_attended(streams: Any, own: Tensor, wider: Tensor) -> None:
+    """`wider`: more streams of the same tokens, of which `own` are the first."""
+    (_, count, size), dtype, device = own.shape, own.dtype, str(own.device)
+    normed = own.double() / (own.double().square().mean(2, keepdim=True) + 1e-3).sqrt()
+    queries = draw(3, size, dtype=torch.float32, device=device, scale=3).contiguous()
+    norms = draw(3, size, dtype=dtype, device=device).contiguous()
+    shares = (torch.einsum("tsh,qh->tqs", normed, queries.double()) / size**0.5).softmax(2)
+    inputs = torch.einsum("tqs,tsh->tqh", shares, normed)
+    inputs = inputs / (inputs.square().mean(2, keepdim=True) + 0.01).sqrt() * norms.double()
+    for some in (own, wider[:, :count]):
+        _Close(dtype)(streams.attended(some, queries, norms, 1e-3, 0.01), inputs)
 
 
 class _Close:

@@ -32,6 +32,8 @@ _BESIDE = set(
     use_mamba_kernels vocab_size
     """.split()
 )
+# Of few heads many groups score 0, of which none is the best; and token ids must be known.
+_UNCLEAR = {"index_n_heads", "indexer_n_heads", "unpadded_vocab_size"}
 _ACTIVATIONS = ["gelu", "silu", "gelu_pytorch_tanh", "relu2"]
 _LAYERS = ["full_attention", "sliding_attention", "linear_attention", "moe"]
 _ORIGINAL = {"factor": 8.0, "original_max_position_embeddings": 32}
@@ -53,7 +55,7 @@ def of_one_field(family: str) -> list[Fork]:
     return [
         {name: value}
         for name, usual in sorted(fields.items())
-        if name not in _BESIDE and not name.startswith("_")
+        if name not in _BESIDE | _UNCLEAR and not name.startswith("_")
         for value in _others(name, usual)
     ]
 

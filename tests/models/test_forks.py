@@ -60,6 +60,7 @@ REFUSED: list[tuple[str, Fork, str]] = [
     ("mamba2", {"time_step_limit": [0.0]}, r"time_step_limit .* is \[0.0\]; it must be two"),
     ("nemotron_h_moe", {"n_group": 3}, "8 experts are in 3 groups"),
     ("nemotron_h_moe", {"topk_group": 1}, "goes to 3 of the model's experts; .* 2 at most"),
+    ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 5e2}}}, "kinds of layers"),
     ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "type 'sliding_attention'"),
     ("qwen3_next", {"linear_num_value_heads": 3}, "3 value heads are no multiple of its 2 key"),
     ("zamba2", {"hybrid_layer_ids": [2, 4, 5, 6]}, "hybrid_layer_ids = "),

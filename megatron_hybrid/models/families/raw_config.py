@@ -164,8 +164,19 @@ class RawConfig(ModelSettings):
         """New style (rope_parameters) or old (rope_theta and rope_scaling): see rope_of. `layers`:
         a type of them that has parameters of its own."""
         given = self.get("rope_parameters", "rope_scaling", default={})
-        if layers is not None:
-            given = given.get(layers) or {}
+        if not isinstance(given, Mapping):
+            raise ConfigurationError(f"The rope_parameters in {self.where} are no object.")
+        if layers is not None and given.get(layers) is None:
+            raise ConfigurationError(
+                f"rope_parameters in {self.where} say nothing of layers of kind {layers!r}."
+            )
+        given = given if layers is None else given[layers]
+        kinds = [name for name, value in given.items() if isinstance(value, Mapping)]
+        if kinds and "rope_type" not in given:
+            raise ConfigurationError(
+                f"The rope_parameters in {self.where} are those of kinds of layers "
+                f"({', '.join(kinds)}), and must be the same for all of them."
+            )
         names = ("model_type", "rope_theta", "partial_rotary_factor")
         old = {name: self.get(name) for name in names}
         new = {name: value for name, value in given.items() if value is not None}

@@ -96,10 +96,6 @@ class Zaya(TwoBlockFamily):
 
     def _rope(self, raw: RawConfig, kind: str, attention: AttentionConfig) -> Any:
         said = raw.get("rope_parameters", default=_ROPE)
-        if said.get(kind) is None:
-            raise ConfigurationError(
-                f"rope_parameters in {raw.where} say nothing of layers of kind {kind!r}."
-            )
         raw = replace(raw, values={**raw.values, "rope_parameters": said})
         return raw.rope(attention.head_dim, 1.0, layers=kind)
 
