@@ -61,9 +61,9 @@ def of_one_field(family: str) -> list[Fork]:
 
 
 def of_some_fields(family: str, count: int, seed: int = 0) -> list[Fork]:
-    """So many with other values of two to four fields."""
+    """So many with other values of one to four fields."""
     ones, pick = of_one_field(family), random.Random(seed)
-    chosen = (pick.sample(ones, pick.randint(2, 4)) for _ in range(count))
+    chosen = (pick.sample(ones, pick.randint(1, 4)) for _ in range(count))
     return [{name: fork[name] for fork in forks for name in fork} for forks in chosen]
 
 
