@@ -251,6 +251,8 @@ def _shrunk(model: HybridModelConfig) -> HybridModelConfig:
             model.moe,
             num_experts=8,
             experts_per_token=2,
+            num_groups=min(model.moe.num_groups, 4),
+            chosen_groups=min(model.moe.chosen_groups, 4),
             expert=replace(model.moe.expert, intermediate_size=32),
             shared=model.moe.shared and replace(model.moe.shared, intermediate_size=64),
         ),

@@ -269,6 +269,8 @@ def _family(config: HybridModelConfig) -> str:
     if attention is None or not gated:
         return MODEL_TYPE
     if re.fullmatch(r"(\*-)+", pattern):
+        if config.rope.rotary_dim != attention.head_dim:
+            return MODEL_TYPE
         return "qwen3" if attention.qk_norm else "llama"
     is_bamba = "M" in pattern and re.fullmatch("([M*]-)+", pattern) and not attention.qk_norm
     return "bamba" if is_bamba else MODEL_TYPE

@@ -178,13 +178,13 @@ def test_requests_go_to_the_replica_with_less_to_do_and_figures_are_added_up(
     shared: Replicas,
 ) -> None:
     before = shared.figures()
-    streams = [open_stream(shared.servers[0], max_tokens=30) for _ in range(6)]
+    streams = [open_stream(shared.servers[0], max_tokens=90) for _ in range(6)]
     assert shared.running() == [3, 3]
     figures = shared.figures()
     assert figures["requests_running"] == 6
     assert all(map(is_whole, finish(streams)))
     figures = shared.figures()
-    assert figures["generated_tokens"] - before["generated_tokens"] == 6 * 30
+    assert figures["generated_tokens"] - before["generated_tokens"] == 6 * 90
     assert figures["latency"]["e2e_request_latency_seconds"]["count"] == sum(
         one["latency"]["e2e_request_latency_seconds"]["count"]
         for one in figures["engines"].values()
