@@ -243,7 +243,7 @@ TINY: dict[str, Tiny] = {
             "num_key_value_heads": 4,
             "tie_word_embeddings": True,
         },
-        tied_scale=0.01,
+        tied_scale=0.015,
     ),
     "mamba": Tiny("Mamba", {"num_hidden_layers": 3, "state_size": 16}),
     "falcon_mamba": Tiny("FalconMamba", {"num_hidden_layers": 3, "state_size": 16}),
