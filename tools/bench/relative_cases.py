@@ -7,13 +7,11 @@ from dataclasses import replace
 from functools import partial
 
 from bench.cases import BLOCK, Bench, Calls, Case
+from bench.indexed_cases import PREFILLS, TINY_PREFILLS
 from megatron_hybrid.kernels.contract import AttentionShape
 from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
 from megatron_hybrid.layers.inputs import KVSpec, allocate_caches
 from megatron_hybrid.layers.relative_attention import RelativeAttentionConfig
-
-PREFILLS = [(8192, 8192), (2048, 32768), (32, 65536)]  # queries of a sequence, on so many keys
-TINY_PREFILLS = [(96, 96), (32, 300)]
 
 
 def relative_cases(bench: Bench) -> Iterator[Case]:

@@ -115,11 +115,7 @@ class Inkling(TwoBlockFamily):
     def config(self, raw: RawConfig) -> HybridModelConfig:
         for name, supported in _SAID.items():
             raw.refuse_unless(name, supported)
-        for name, least in _LEAST.items():
-            if raw.whole(name, default=least) < least:
-                raise ConfigurationError(
-                    f"{name} = {raw.get(name)} in {raw.where}; it must be at least {least}."
-                )
+        raw.refuse_below(_LEAST)
         raw = _with_widths(raw)
         letters, mlps = self._letters(raw)
         pattern = "".join(map("".join, zip(letters, mlps, strict=True)))
@@ -178,17 +174,7 @@ class Inkling(TwoBlockFamily):
 
     def _attention(self, raw: RawConfig, width: int, kind: str = "") -> RelativeAttentionConfig:
         """`kind`: the prefix of what sliding layers have of their own."""
-        of_heads = (64, 16, 128) if kind else (64, 8, 128)
-        names = ("num_attention_heads", "num_key_value_heads", "head_dim")
-        heads, kv_heads, dim = (
-            raw.whole(kind + name, default=default)
-            for name, default in zip(names, of_heads, strict=True)
-        )
-        if heads % kv_heads:
-            raise ConfigurationError(
-                f"{kind}num_attention_heads in {raw.where} is {heads}, which is no multiple of "
-                f"{kind}num_key_value_heads, {kv_heads}."
-            )
+        heads, kv_heads, dim = raw.head_sizes(kind, (64, 16 if kind else 8, 128))
         window = raw.whole("sliding_window_size", "sliding_window", default=512) if kind else 0
         floor, scaling = raw.get("log_scaling_n_floor"), None
         if floor is not None and not kind:

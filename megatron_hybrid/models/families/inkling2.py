@@ -144,11 +144,7 @@ class Inkling2(TwoBlockFamily):
     def config(self, raw: RawConfig) -> HybridModelConfig:
         for name, supported in _SAID.items():
             raw.refuse_unless(name, supported)
-        for name, least in _LEAST.items():
-            if raw.whole(name, default=least) < least:
-                raise ConfigurationError(
-                    f"{name} = {raw.get(name)} in {raw.where}; it must be at least {least}."
-                )
+        raw.refuse_below(_LEAST)
         bounds = {name: raw.number(name, default=usual) for name, usual in _ABOVE_ZERO.items()}
         for name, value in bounds.items():
             if not 0 < value < float("inf"):
@@ -195,14 +191,7 @@ class Inkling2(TwoBlockFamily):
         self, raw: RawConfig, bounds: dict[str, float], kind: str = ""
     ) -> SinkAttentionConfig:
         """`kind`: the prefix of what sliding layers have of their own."""
-        heads = raw.whole(f"{kind}num_attention_heads", default=48)
-        kv_heads = raw.whole(f"{kind}num_key_value_heads", default=8)
-        dim = raw.whole(f"{kind}head_dim", default=128)
-        if heads % kv_heads:
-            raise ConfigurationError(
-                f"{kind}num_attention_heads in {raw.where} is {heads}, which is no multiple of "
-                f"{kind}num_key_value_heads, {kv_heads}."
-            )
+        heads, kv_heads, dim = raw.head_sizes(kind, (48, 8, 128))
         window = raw.whole("sliding_window_size", "sliding_window", default=1024) if kind else 0
         floor = raw.whole("log_scaling_n_floor", default=128_000)
         scaling = LogScaling(floor, raw.number("log_scaling_alpha", default=0.1))

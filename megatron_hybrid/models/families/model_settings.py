@@ -73,6 +73,14 @@ class ModelSettings:
                 f"{wanted} is."
             )
 
+    def refuse_below(self, least: Mapping[str, int]) -> None:
+        """Raise for a whole number of those that is there and less than what stands beside it."""
+        for name, number in least.items():
+            if self.whole(name, default=number) < number:
+                raise ConfigurationError(
+                    f"{name} = {self.get(name)} in {self.where}; it must be at least {number}."
+                )
+
 
 def _short(value: Any) -> str:
     text = repr(value)

@@ -112,6 +112,21 @@ class RawConfig(ModelSettings):
             qk_norm=qk_norm,
         )
 
+    def head_sizes(self, kind: str, usual: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Heads, KV heads and head_dim of a kind of layers, whose names have `kind` in front, or
+        what is usual. Raises ConfigurationError where heads do not share KV heads evenly."""
+        names = ("num_attention_heads", "num_key_value_heads", "head_dim")
+        heads, kv_heads, dim = (
+            self.whole(kind + name, default=default)
+            for name, default in zip(names, usual, strict=True)
+        )
+        if heads % kv_heads:
+            raise ConfigurationError(
+                f"{kind}num_attention_heads in {self.where} is {heads}, which is no multiple of "
+                f"{kind}num_key_value_heads, {kv_heads}."
+            )
+        return heads, kv_heads, dim
+
     def gated_mlp(self, size: str = "intermediate_size", *, bias: bool = False) -> MLPConfig:
         """An MLP of silu with a gate; `size`: the name of its size."""
         return MLPConfig(self.whole(size), gated=True, activation="silu", bias=bias)
