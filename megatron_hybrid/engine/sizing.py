@@ -23,6 +23,7 @@ from megatron_hybrid.layers.inputs import KVSpec, RoutedSpec, StateSpec
 from megatron_hybrid.models.config import (
     CHUNKED,
     GATED_DELTA_NET,
+    KIMI_DELTA_ATTENTION,
     MAMBA,
     MAMBA1,
     SHARED_TRANSFORMER,
@@ -39,7 +40,13 @@ MAX_REQUESTS = 256
 LOGITS_ITEM_BYTES = 4  # kept in float32
 # Tokens from one write of a decoding request's states to the next, by kind of layer, where more
 # than one pays: see docs/performance.md.
-WRITE_INTERVALS = {MAMBA: 8, SIDE_BY_SIDE: 8, SHARED_TRANSFORMER: 8, GATED_DELTA_NET: 4}
+WRITE_INTERVALS = {
+    MAMBA: 8,
+    SIDE_BY_SIDE: 8,
+    SHARED_TRANSFORMER: 8,
+    GATED_DELTA_NET: 4,
+    KIMI_DELTA_ATTENTION: 4,
+}
 NO_LIMIT = 2**62  # blocks or slots, on a stage where they take nothing
 # Keys that kernels of batch-invariant mode take at a time, or a multiple: a window's blocks begin
 # at a multiple of it.
