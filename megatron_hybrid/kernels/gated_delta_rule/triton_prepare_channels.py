@@ -21,7 +21,7 @@ import triton.language as tl
 
 from megatron_hybrid.kernels.gated_delta_rule.triton_decode import EPS
 from megatron_hybrid.kernels.gated_delta_rule.triton_gates import gates
-from megatron_hybrid.kernels.gated_delta_rule.triton_keys import load_keys, of_keys
+from megatron_hybrid.kernels.gated_delta_rule.triton_keys import load_keys, of_keys, store_keys
 from megatron_hybrid.kernels.gated_delta_rule.triton_prepare import halves, tile_at
 from megatron_hybrid.kernels.launching import launched
 
@@ -45,6 +45,7 @@ def prepare_channels_kernel(
     begin, length = tile_at(cu_chunks_ptr, tile, TILE, CHUNK)
     if length <= 0:
         return
+    q, k = _load(q_ptr, k_ptr, begin, length, q_row, k_row, head, K_DIM, KEYS, TILE)
     beta, decay = _gates(
         a_ptr, b_ptr, rate_ptr, bias_ptr, begin, length, a_row, b_row, head, K_DIM, KEYS, GATE, TILE
     )
@@ -58,7 +59,7 @@ def prepare_channels_kernel(
         place = tl.atomic_add(left_ptr, 1)
         tl.store(left_ptr + 1 + place, tile * HEADS + head)
         return
-    q, k = _keys(q_ptr, k_ptr, begin, length, q_row, k_row, scale, head, K_DIM, KEYS, TILE)
+    q, k = _over_lengths(q, k, scale)
     kind = q_ptr.dtype.element_ty
     grown = tl.exp2(from_middle)
     grown_q = grown * q
@@ -68,11 +69,17 @@ def prepare_channels_kernel(
     _store_pairs(
         r_ptr, weights_ptr, beta_ptr, qk, kk, beta, begin, length, tokens, head, TILE, SPLIT
     )
-    to_middle = tl.exp2(_sums(first, large, small, SPLIT))
-    to_last = tl.exp2(_sums(ones - first, large, small, SPLIT))
+    half = tl.arange(0, 16)[:, None]  # of the tile: the first two rows of a product, which has 16
+    halves_of = tl.where(places // (TILE // 2) == half, 1.0, 0.0)
+    sums = _sums(halves_of, large, small, SPLIT)
+    to_middle = tl.exp2(tl.sum(tl.where(half == 0, sums, 0.0), 0))
+    to_last = tl.exp2(tl.sum(tl.where(half == 1, sums, 0.0), 0))
+    _store_decays(decays_ptr, to_middle * to_last, tile, head, HEADS, K_DIM, KEYS)
+    to_middle = to_middle[None, :]
+    to_last = to_last[None, :]
     _store_scaled(
-        scaled_ptr, decays_ptr, to_middle * grown_q, to_middle * grown_k, to_last * shrunk,
-        to_middle * to_last, begin, length, tokens, tile, head, kind, HEADS, K_DIM, KEYS, TILE,
+        scaled_ptr, to_middle * grown_q, to_middle * grown_k, to_last * shrunk,
+        begin, length, tokens, head, kind, HEADS, K_DIM, KEYS, TILE,
     )  # fmt: skip
 
 
@@ -95,17 +102,19 @@ def prepare_left_kernel(
             TILE,
         )  # fmt: skip
         cs = tl.cumsum(decay, 0)
-        q, k = _keys(q_ptr, k_ptr, begin, length, q_row, k_row, scale, head, K_DIM, KEYS, TILE)
+        q, k = _load(q_ptr, k_ptr, begin, length, q_row, k_row, head, K_DIM, KEYS, TILE)
+        q, k = _over_lengths(q, k, scale)
         kind = q_ptr.dtype.element_ty
         qk, kk = pairs_by_halves(cs, q, k, kind, TILE, False)
         _store_pairs(
             r_ptr, weights_ptr, beta_ptr, qk, kk, beta, begin, length, tokens, head, TILE, SPLIT
         )
-        last = tl.sum(decay, 0)[None, :]
+        last = tl.sum(decay, 0)
+        _store_decays(decays_ptr, tl.exp2(last), tile, head, HEADS, K_DIM, KEYS)
         start = tl.exp2(cs)
         _store_scaled(
-            scaled_ptr, decays_ptr, start * q, start * k, tl.exp2(last - cs) * k, start,
-            begin, length, tokens, tile, head, kind, HEADS, K_DIM, KEYS, TILE,
+            scaled_ptr, start * q, start * k, tl.exp2(last[None, :] - cs) * k,
+            begin, length, tokens, head, kind, HEADS, K_DIM, KEYS, TILE,
         )  # fmt: skip
 
 
@@ -170,11 +179,11 @@ def _sums(of, large, small, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _keys(
-    q_ptr, k_ptr, begin, length, q_row, k_row, scale, head,
+def _load(
+    q_ptr, k_ptr, begin, length, q_row, k_row, head,
     K_DIM: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """q and k [places, n] float32, over their lengths, of q times `scale`."""
+    """q and k [places, n] as they come."""
     places = tl.arange(0, TILE)
     n = tl.arange(0, KEYS)
     has_key = of_keys((places < length)[:, None], n[None, :], K_DIM, KEYS)
@@ -183,11 +192,17 @@ def _keys(
     k_ptr += begin * k_row
     q = tl.load(q_ptr + places[:, None] * q_row + in_head, has_key, 0.0)
     k = tl.load(k_ptr + places[:, None] * k_row + in_head, has_key, 0.0)
-    wide_q = q.to(tl.float32)
-    wide_k = k.to(tl.float32)
-    wide_q *= (tl.rsqrt(tl.sum(wide_q * wide_q, 1) + EPS) * scale)[:, None]
-    wide_k *= tl.rsqrt(tl.sum(wide_k * wide_k, 1) + EPS)[:, None]
-    return wide_q, wide_k
+    return q, k
+
+
+@triton.jit
+def _over_lengths(q, k, scale):
+    """q and k in float32 over their lengths, q times `scale`."""
+    q = q.to(tl.float32)
+    k = k.to(tl.float32)
+    q *= (tl.rsqrt(tl.sum(q * q, 1) + EPS) * scale)[:, None]
+    k *= tl.rsqrt(tl.sum(k * k, 1) + EPS)[:, None]
+    return q, k
 
 
 @triton.jit
@@ -199,22 +214,29 @@ def _pairs(q, k, other, kind: tl.constexpr):
 
 
 @triton.jit
+def _store_decays(
+    decays_ptr, decays, tile, head,
+    HEADS: tl.constexpr, K_DIM: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """exp(G[last]) [n] of a tile."""
+    n = tl.arange(0, KEYS)
+    at = decays_ptr + (tl.cast(tile, tl.int64) * HEADS + head) * K_DIM + n
+    store_keys(at, decays, n, K_DIM, KEYS)
+
+
+@triton.jit
 def _store_scaled(
-    scaled_ptr, decays_ptr, q, k, added, decays, begin, length, tokens, tile, head,
+    scaled_ptr, q, k, added, begin, length, tokens, head,
     kind: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr, KEYS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """exp(G) q, exp(G) k and exp(G[last] - G) k; and the last row of decays [places, n]."""
+    """exp(G) q, exp(G) k and exp(G[last] - G) k."""
     places = tl.arange(0, TILE)
     n = tl.arange(0, KEYS)
-    in_head = head * K_DIM + n
-    to_decays = decays_ptr + tl.cast(tile, tl.int64) * (HEADS * K_DIM) + in_head[None, :]
-    is_last = of_keys((places == TILE - 1)[:, None], n[None, :], K_DIM, KEYS)
-    tl.store(to_decays + 0 * places[:, None], decays, is_last)
     has_key = of_keys((places < length)[:, None], n[None, :], K_DIM, KEYS)
     scaled_ptr += begin * (HEADS * K_DIM)
     size = tl.cast(tokens, tl.int64) * (HEADS * K_DIM)  # of a matrix of all tokens
-    at = places[:, None] * (HEADS * K_DIM) + in_head[None, :]
+    at = places[:, None] * (HEADS * K_DIM) + (head * K_DIM + n)[None, :]
     tl.store(scaled_ptr + at, q.to(kind), has_key)
     tl.store(scaled_ptr + size + at, k.to(kind), has_key)
     tl.store(scaled_ptr + 2 * size + at, added.to(kind), has_key)
