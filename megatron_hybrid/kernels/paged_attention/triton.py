@@ -7,7 +7,8 @@ of the same tile, so that their keys and values are read once.
 
 Where a step has few queries, each sequence's keys are split over programs, whose results a second
 kernel puts together. Lengths are read on the device: the split of a sequence follows from its own.
-Where all sequences have few queries, and the shape allows it, triton_decode.py is faster.
+Where all sequences have few queries, and the shape allows it, triton_decode.py is faster; prompts
+that are enough for all multiprocessors have triton_prompts.py, apart from the step's decodes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from megatron_hybrid.kernels.contract import FP8_MAX, AttentionShape, KVCache, PagedSequences
 from megatron_hybrid.kernels.devices import processors
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
-from megatron_hybrid.kernels.paged_attention import reference, triton_decode
+from megatron_hybrid.kernels.paged_attention import reference, triton_decode, triton_prompts
 from megatron_hybrid.kernels.paged_attention.prompts import TILE
 from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
 from megatron_hybrid.kernels.paged_attention.triton_bias import BiasArguments, biases, load_weights
@@ -44,6 +45,9 @@ class TritonPlan:
     paged: PagedSequences
     shape: AttentionShape
     longest: int  # queries of the longest sequence, or more
+    prompt_tokens: int = 0  # of all prompts, or more
+    decode_tokens: int = 0  # before them
+    decodes: TritonPlan | None = None  # where there are prompts, too: of them alone
 
     @property
     def kv_slot(self) -> Tensor:
@@ -56,12 +60,19 @@ class TritonAttention:
 
     def plan(self, paged: PagedSequences, shape: AttentionShape) -> TritonPlan:
         """Once a step."""
-        longest = int(np.diff(paged.host.cu_seqlens).max(initial=0))
+        host, count = paged.host, paged.num_decodes
+        longest = int(np.diff(host.cu_seqlens).max(initial=0))
+        has_prompts = len(paged.kv_length) > count
         if paged.static:  # the grid has room for any step that the graph may run
             longest = max(paged.longest_run, 1)
-            if len(paged.kv_length) > paged.num_decodes:
-                longest = max(longest, len(paged.kv_slot) - paged.num_decodes)
-        return TritonPlan(paged, shape, longest)
+            if has_prompts:
+                longest = max(longest, len(paged.kv_slot) - count)
+        if not has_prompts:
+            return TritonPlan(paged, shape, longest)
+        before, end = int(host.cu_seqlens[count]), int(host.cu_seqlens[-1])
+        tokens = (len(paged.kv_slot) if paged.static else end) - before
+        decodes = self.plan(paged.decodes_alone(), shape) if count else None
+        return TritonPlan(paged, shape, longest, tokens, before, decodes)
 
     def most_captured(self, shape: AttentionShape, prompts: int) -> int:
         """None: a grid has room for each prompt to be as long as all of them together."""
@@ -86,40 +97,75 @@ class TritonAttention:
         splits: into how many parts keys are split at most; None: as many as keep the device busy.
         """
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        if not plan.longest:
-            return output
-        paged, shape = plan.paged, plan.shape
-        if triton_decode.serves(shape, plan.longest):
-            return triton_decode.attend(query, cache, paged, shape, plan.longest, splits, sinks)
-        tokens, heads, head_dim = query.shape
-        _, block_size, kv_heads, _ = cache.key.shape
-        sequences, group = len(paged.kv_length), heads // kv_heads
-        rows = plan.longest * group
-        # 16 rows are the least of a matrix product; a decode has no use for more
-        block_rows = min(max(next_power_of_2(rows), 16), 64)
-        tiles = cdiv(rows, block_rows)
-        if splits is None:
-            programs = tiles * kv_heads * sequences
-            splits = min(2 * processors(query.device) // max(programs, 1), MOST_SPLITS)
-        splits = max(splits, 1)
-        parts, sums = triton_decode.parts_of(output, splits)
-        relative = BiasArguments.of(bias, block_rows, group, _KEYS)
-        # x is the one dimension of a grid that may exceed 65535
-        _attend_kernel[(tiles * splits, kv_heads, sequences)](
-            query, cache.key, cache.value, output, parts, sums,
-            paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
-            shape.scale * cache.k_scale * LOG2_E, cache.v_scale,
-            *query.stride()[:2], *relative[:4], sinks, triton_decode.sink_stride(sinks), tokens,
-            kv_heads, splits,
-            IS_SPLIT=splits > 1, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-            FIRST=shape.first_position, WINDOW=shape.window, ROWS=block_rows, KEYS=_KEYS,
-            DIMS=max(next_power_of_2(head_dim), 16), **relative.constants,
-            num_warps=4 if head_dim <= 128 else 8, num_stages=2,
-        )  # fmt: skip
-        triton_decode.join(output, parts, sums, paged.cu_seqlens, cache.v_scale, sinks)
+        if plan.longest:
+            self._attend(query, cache, plan, output, bias, sinks, splits)
         return output
 
+    def _attend(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        plan: TritonPlan,
+        output: Tensor,
+        bias: RelativeBias | None,
+        sinks: Tensor | None,
+        splits: int | None,
+    ) -> None:
+        """On the kernels that are best for the plan."""
+        paged, shape, tokens = plan.paged, plan.shape, plan.prompt_tokens
+        if triton_decode.serves(shape, plan.longest):
+            triton_decode.attend(query, cache, paged, shape, plan.longest, output, splits, sinks)
+        elif splits is None and triton_prompts.pays(shape, tokens, query.device):
+            triton_prompts.attend(query, cache, paged, shape, tokens, output, bias, sinks)
+            if plan.decodes is not None:
+                own = slice(plan.decode_tokens)
+                if bias is not None:
+                    bias = bias._replace(weights=bias.weights[own])
+                sinks = None if sinks is None else sinks[own]
+                self._attend(query[own], cache, plan.decodes, output[own], bias, sinks, None)
+        else:
+            _attend_in_tiles(query, cache, plan, output, bias, sinks, splits)
+
     copy_tokens = staticmethod(reference.copy_tokens)
+
+
+def _attend_in_tiles(
+    query: Tensor,
+    cache: KVCache,
+    plan: TritonPlan,
+    output: Tensor,
+    bias: RelativeBias | None,
+    sinks: Tensor | None,
+    splits: int | None,
+) -> None:
+    """Of sequences of all lengths, on one kernel."""
+    paged, shape = plan.paged, plan.shape
+    tokens, heads, head_dim = query.shape
+    _, block_size, kv_heads, _ = cache.key.shape
+    sequences, group = len(paged.kv_length), heads // kv_heads
+    rows = plan.longest * group
+    # 16 rows are the least of a matrix product; a decode has no use for more
+    block_rows = min(max(next_power_of_2(rows), 16), 64)
+    tiles = cdiv(rows, block_rows)
+    if splits is None:
+        programs = tiles * kv_heads * sequences
+        splits = min(2 * processors(query.device) // max(programs, 1), MOST_SPLITS)
+    splits = max(splits, 1)
+    parts, sums = triton_decode.parts_of(output, splits)
+    relative = BiasArguments.of(bias, block_rows, group, _KEYS)
+    # x is the one dimension of a grid that may exceed 65535
+    _attend_kernel[(tiles * splits, kv_heads, sequences)](
+        query, cache.key, cache.value, output, parts, sums,
+        paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
+        shape.scale * cache.k_scale * LOG2_E, cache.v_scale,
+        *query.stride()[:2], *relative[:4], sinks, triton_decode.sink_stride(sinks), tokens,
+        kv_heads, splits,
+        IS_SPLIT=splits > 1, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        FIRST=shape.first_position, WINDOW=shape.window, ROWS=block_rows, KEYS=_KEYS,
+        DIMS=max(next_power_of_2(head_dim), 16), **relative.constants,
+        num_warps=4 if head_dim <= 128 else 8, num_stages=2,
+    )  # fmt: skip
+    triton_decode.join(output, parts, sums, paged.cu_seqlens, cache.v_scale, sinks)
 
 
 def store_kv(key: Tensor, value: Tensor, cache: KVCache, kv_slot: Tensor) -> None:

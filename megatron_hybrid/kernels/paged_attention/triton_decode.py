@@ -65,12 +65,12 @@ def attend(
     paged: PagedSequences,
     shape: AttentionShape,
     longest: int,
+    output: Tensor,
     splits: int | None = None,
     sinks: Tensor | None = None,
-) -> Tensor:
-    """As in Attention, for sequences of up to `longest` queries that this module `serves`. splits:
-    see splits_for."""
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+) -> None:
+    """As in Attention, for sequences of up to `longest` queries that this module `serves`, into
+    output [tokens, heads, head_dim], contiguous. splits: see splits_for."""
     tokens, heads, head_dim = query.shape
     kv_heads, block_size = shape.kv_heads, shape.block_size
     sequences = len(paged.kv_length)
@@ -97,7 +97,6 @@ def attend(
         num_warps=4, **registers, **OPTIONS,
     )  # fmt: skip
     join(output, parts, sums, paged.cu_seqlens, cache.v_scale, sinks)
-    return output
 
 
 def sink_stride(sinks: Tensor | None) -> int:

@@ -1,0 +1,307 @@
+"""Attention of prompts in Triton: with a bias by distance, sinks or a window, which flashinfer has no
+kernels for.
+
+A program takes tiles of queries one after the other, with their heads of a KV head as rows:
+
+    keys        0 ............. far ............ | ........ near ........ | masked
+                no bias, nothing to hide         | biases                 | biases; some are hidden
+
+So a key that is too far away for a bias costs as much as without one. What rows have for near keys
+is made before these are read: a product of the rows' weights and the bank's columns, for some
+distances at a time, is written to memory of the program's own, each query's row moved by as much as
+the query is farther on. There a tile of it lies like a tile of keys, and is loaded like one:
+
+    distances      3  2  1  0              keys    k0 k1 k2 k3 k4
+    query 5        d  c  b  a                       .  d  c  b  a
+    query 6        h  g  f  e                       .  .  h  g  f  e
+
+That memory, programs * rows * (extent + about 100) numbers of 16 bits, is 38 MB on an H200 for
+1,024 distances, however long prompts are: programs are as many as run at once.
+
+Bits are not those of the kernels of batch-invariant mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedSequences
+from megatron_hybrid.kernels.devices import processors, stages_that_fit
+from megatron_hybrid.kernels.launching import (
+    are_compiled_ahead,
+    cdiv,
+    launched,
+    next_power_of_2,
+)
+from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
+from megatron_hybrid.kernels.paged_attention.triton_bias import BiasArguments, load_weights
+from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E, sink_stride
+from megatron_hybrid.kernels.paged_attention.triton_kv_tiles import (
+    block_of,
+    has_whole_tiles,
+    load_kv,
+    tiles_of,
+)
+from megatron_hybrid.kernels.paged_attention.triton_sinks import with_sinks
+from megatron_hybrid.kernels.paged_attention.triton_split_kernels import (
+    _LEAST,
+    _SIZES,
+    _TABLES,
+    _as_numbers,
+    _finished,
+    _item_of,
+    _sequence_at,
+)
+
+_LOG2_E = tl.constexpr(LOG2_E)
+_LARGEST = tl.constexpr(65504.0)  # that float16 has
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a program computes."""
+
+    rows: int  # of the queries' heads; a power of 2, 16 or more
+    keys: int  # the same
+    warps: int
+    stages: int  # tiles that are loaded or used at the same time
+    programs: int  # that a multiprocessor is given
+    described: bool = True  # by tensor descriptors (TMA), where blocks are whole tiles
+
+
+def pays(shape: AttentionShape, tokens: int, device: torch.device) -> bool:
+    """Whether so many tokens of prompts are enough for all multiprocessors. Of fewer the keys are
+    better split."""
+    return 2 * _items(_small(shape), shape, tokens) >= processors(device)
+
+
+def tile_for(shape: AttentionShape, tokens: int, device: torch.device) -> Tile:
+    """By default, for so many tokens of prompts."""
+    small = _small(shape)
+    if shape.dtype == torch.float32:
+        return small
+    large = Tile(128, 64, 8, 3 if shape.head_dim <= 128 else 2, 1)
+    return large if _items(large, shape, tokens) >= processors(device) else small
+
+
+def attend(
+    query: Tensor,
+    cache: KVCache,
+    paged: PagedSequences,
+    shape: AttentionShape,
+    tokens: int,
+    output: Tensor,
+    bias: RelativeBias | None = None,
+    sinks: Tensor | None = None,
+    tile: Tile | None = None,
+) -> None:
+    """The prompts' rows of output [tokens, heads, head_dim], contiguous; else as in Attention.
+    tokens: of all prompts, or more. tile: None: the one for so many."""
+    if tile is None:
+        tile = tile_for(shape, tokens, query.device)
+        if are_compiled_ahead():  # another step takes the other one
+            other = _small(shape)
+            attend(query, cache, paged, shape, tokens, output, bias, sinks, other)
+    device, group, kv_heads = query.device, shape.heads // shape.kv_heads, shape.kv_heads
+    first_sequence, sequences = paged.num_decodes, len(paged.kv_length) - paged.num_decodes
+    items = (tokens * group // tile.rows + sequences) * kv_heads
+    programs = min(items, tile.programs * processors(device))
+    dims, keys = max(next_power_of_2(shape.head_dim), 16), tile.keys
+    relative, made, width = BiasArguments.of(bias, tile.rows, group, keys), None, 0
+    if bias is not None:
+        reach = shape.window or bias.extent
+        width = cdiv(reach + keys + cdiv(tile.rows, group) + 1, keys) * keys
+        kind = torch.float32 if shape.dtype == torch.float32 else torch.float16
+        made = torch.empty((programs, tile.rows, width), dtype=kind, device=device)
+    tile_bytes = 2 * keys * dims * shape.kv_dtype.itemsize
+    if made is not None:
+        tile_bytes += tile.rows * keys * made.itemsize
+    query_bytes = tile.rows * dims * shape.dtype.itemsize
+    stages = stages_that_fit(tile.stages, tile_bytes + cdiv(query_bytes, tile.stages), device)
+    whole = has_whole_tiles(shape, keys)
+    key_tiles = value_tiles = None
+    if tile.described and whole and dims == shape.head_dim:
+        key_tiles, value_tiles = tiles_of(cache.key, keys), tiles_of(cache.value, keys)
+    prompt_kernel[(programs,)](
+        query, cache.key, cache.value, key_tiles, value_tiles, output,
+        paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
+        shape.scale * cache.k_scale * LOG2_E, cache.v_scale, *query.stride()[:2],
+        *relative[:4], made, sinks, sink_stride(sinks), first_sequence, sequences, kv_heads,
+        GROUP=group, HEAD_DIM=shape.head_dim, DIMS=dims, BLOCK_SIZE=shape.block_size,
+        FIRST=shape.first_position, WINDOW=shape.window, WHOLE=whole, ROWS=tile.rows, KEYS=keys,
+        STAGES=stages, WIDTH=width, **relative.constants, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def _small(shape: AttentionShape) -> Tile:
+    if shape.dtype == torch.float32:  # whose products a thread writes out
+        large = shape.head_dim > 128
+        rows, warps = (16, 8) if large else (32, 4 if shape.head_dim <= 64 else 8)
+        return Tile(rows, 16 if large else 32, warps, 2, 2)
+    return Tile(64, 64, 4, 2, 2)
+
+
+def _items(tile: Tile, shape: AttentionShape, tokens: int) -> int:
+    """Tiles of so many tokens."""
+    return cdiv(tokens * shape.heads // shape.kv_heads, tile.rows) * shape.kv_heads
+
+
+@triton.jit
+def _make_biases(
+    made, own, bank, position, base, last, EXTENT: tl.constexpr, PROFILES: tl.constexpr,
+    BLOCK_P: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """To made [ROWS] (where rows begin) for keys from `base` up to each row's own position [ROWS],
+    the largest of which is `last`: the biases, times log2(e). own [ROWS, BLOCK_P]: weights."""
+    profile = tl.arange(0, BLOCK_P)
+    for nearest in tl.range(0, last - base + 1, SPAN, num_stages=1):
+        distance = nearest + SPAN - 1 - tl.arange(0, SPAN)  # the farthest key comes first
+        known = (profile < PROFILES)[:, None] & (distance < EXTENT)[None, :]
+        place = bank + profile[:, None] * EXTENT + distance[None, :]
+        columns = tl.load(place, mask=known, other=0.0)
+        more = tl.dot(own, columns, input_precision="ieee") * _LOG2_E
+        kind: tl.constexpr = made.dtype.element_ty
+        if kind == tl.float16:
+            more = tl.clamp(more, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        at = (position - base)[:, None] - distance[None, :]
+        tl.store(made[:, None] + at, more.to(kind), mask=at >= 0)
+
+
+@triton.jit
+def _attended(
+    most, total, part, q, key_cache, value_cache, key_tiles, value_tiles, blocks, kv_head, kv_heads,
+    position, begin, end, scale, made, base, MASKED: tl.constexpr, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr,
+    WINDOW: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The largest score [ROWS], the sum of weights [ROWS], weighted values [ROWS, DIMS] after the
+    keys from `begin`, where a tile begins, to `end`, counted from FIRST; all rows see them all
+    unless MASKED. position [ROWS]: the last key that each sees. made [ROWS]: where each row's
+    biases are, from those for the key `base` on; None: there are none."""
+    tile = tl.arange(0, KEYS)
+    block = block_of(blocks, begin, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
+    for first in tl.range(begin, end, KEYS, num_stages=STAGES):
+        k, v = load_kv(
+            key_cache, value_cache, key_tiles, value_tiles, block, kv_head, kv_heads, first, end,
+            MASKED, KEYS, HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WHOLE,
+        )  # fmt: skip
+        # the next tile's, so that its keys need not wait for it
+        block = block_of(blocks, first + KEYS, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
+        # full float32 products for float32; other types have no effect from input_precision
+        k, v = _as_numbers(k, q.dtype), _as_numbers(v, q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if made is not None:
+            more = tl.load(made[:, None] + (first - base + tile)[None, :])
+            scores = scores * scale + more.to(tl.float32)
+        if MASKED:
+            at = (first + tile)[None, :]
+            seen = at <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (at > position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        if made is not None:
+            larger = tl.maximum(most, tl.max(scores, 1))
+            weights = tl.exp2(scores - larger[:, None])
+        else:
+            larger = tl.maximum(most, tl.max(scores, 1) * scale)
+            weights = tl.exp2(scores * scale - larger[:, None])
+        shrink = tl.exp2(most - larger)
+        total = total * shrink + tl.sum(weights, 1)
+        part = tl.dot(weights.to(q.dtype), v, part * shrink[:, None], input_precision="ieee")
+        most = larger
+    return most, total, part
+
+
+@launched(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_TABLES)
+def prompt_kernel(
+    query, key_cache, value_cache, key_tiles, value_tiles, output,
+    cu_seqlens, kv_length, kv_indptr, kv_indices,
+    scale, v_scale, query_stride, query_head_stride, bias_weights, bank, bias_stride,
+    bias_head_stride, made, sinks, sink_stride, first_sequence, sequences, kv_heads,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    FIRST: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr, EXTENT: tl.constexpr,
+    PROFILES: tl.constexpr, BLOCK_P: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Tiles of ROWS rows of a KV head of the sequences from `first_sequence` on. made [programs,
+    ROWS, WIDTH]: for biases."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    table = cu_seqlens + first_sequence
+    before = tl.load(table)
+    tokens = (tl.load(table + sequences) - before).to(tl.int64)
+    items = _item_of(tokens * GROUP, ROWS, sequences)
+    tile_row = tl.arange(0, ROWS)
+    for turn in tl.range(0, tl.cdiv(items * kv_heads, programs), num_stages=1):
+        # The last tiles see most keys and come first; who has most to do has least the next time.
+        number = tl.where(turn % 2 == 0, program, programs - 1 - program)
+        number += turn * programs
+        item, kv_head = items - 1 - number // kv_heads, number % kv_heads
+        sequence = _sequence_at(item, table, before, sequences, GROUP, ROWS)
+        sequence = tl.maximum(sequence, 0)  # where there is no item
+        first_token = tl.load(table + sequence).to(tl.int64)
+        queries = (tl.load(table + sequence + 1) - first_token).to(tl.int32)
+        first_row = (item - _item_of((first_token - before) * GROUP, ROWS, sequence)) * ROWS
+        if (item >= 0) & (first_row < queries * GROUP):
+            length = tl.load(kv_length + first_sequence + sequence).to(tl.int32) - FIRST
+            blocks = kv_indices + tl.load(kv_indptr + first_sequence + sequence)
+            # row = query * GROUP + head of the group
+            row = first_row + tile_row
+            inside = row < queries * GROUP
+            token = first_token + row // GROUP
+            head = kv_head * GROUP + row % GROUP
+            dim = tl.arange(0, DIMS)
+            written = inside[:, None] & (dim < HEAD_DIM)[None, :]
+            place = token * query_stride + head * query_head_stride
+            q = tl.load(query + place[:, None] + dim[None, :], mask=written, other=0.0)
+            position = length - queries + row // GROUP
+            first_query = length - queries + first_row // GROUP
+            last_row = tl.minimum(first_row + ROWS, queries * GROUP) - 1
+            end = length - queries + last_row // GROUP + 1
+            # Keys that all rows see, and those of them that are far from all.
+            seen = tl.maximum(first_query + 1, 0) // KEYS * KEYS
+            far = seen
+            if WINDOW > 0:  # tiles of which a row may see some keys only
+                seen = tl.maximum(first_query - WINDOW + 1, 0) // KEYS * KEYS
+                far = seen
+            elif EXTENT > 0:
+                far = tl.maximum(first_query - EXTENT + 1, 0) // KEYS * KEYS
+            most, total = tl.full((ROWS,), _LEAST, tl.float32), tl.zeros((ROWS,), tl.float32)
+            part = tl.zeros((ROWS, DIMS), tl.float32)
+            biases = None
+            if EXTENT > 0:
+                own = load_weights(
+                    bias_weights, token, head, inside, bias_stride, bias_head_stride, PROFILES,
+                    BLOCK_P,
+                )  # fmt: skip
+                biases = made + (program * ROWS + tile_row).to(tl.int64) * WIDTH
+                tl.debug_barrier()  # all have read what was there before
+                _make_biases(
+                    biases, own, bank, position, far, end - 1, EXTENT, PROFILES, BLOCK_P, SPAN
+                )
+                tl.debug_barrier()  # all have written what others are going to read
+            most, total, part = _attended(
+                most, total, part, q, key_cache, value_cache, None, None, blocks, kv_head, kv_heads,
+                position, seen, end, scale, biases, far, True, KEYS, HEAD_DIM, DIMS, BLOCK_SIZE,
+                FIRST, WINDOW, WHOLE, STAGES,
+            )  # fmt: skip
+            if EXTENT > 0 and WINDOW == 0:
+                most, total, part = _attended(
+                    most, total, part, q, key_cache, value_cache, key_tiles, value_tiles, blocks,
+                    kv_head, kv_heads, position, far, seen, scale, biases, far, False, KEYS,
+                    HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WINDOW, WHOLE, STAGES,
+                )  # fmt: skip
+            if WINDOW == 0:
+                most, total, part = _attended(
+                    most, total, part, q, key_cache, value_cache, key_tiles, value_tiles, blocks,
+                    kv_head, kv_heads, position, 0, far, scale, None, far, False, KEYS, HEAD_DIM,
+                    DIMS, BLOCK_SIZE, FIRST, WINDOW, WHOLE, STAGES,
+                )  # fmt: skip
+            total, part = with_sinks(most, total, part, sinks, token, head, inside, sink_stride)
+            place = (token * kv_heads * GROUP + head) * HEAD_DIM
+            result = _finished(total, part, v_scale, output.dtype.element_ty)
+            tl.store(output + place[:, None] + dim[None, :], result, mask=written)
