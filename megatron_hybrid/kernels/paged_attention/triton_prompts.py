@@ -1,5 +1,5 @@
-"""Attention of prompts in Triton: with a bias by distance, sinks or a window, which flashinfer has no
-kernels for.
+"""Attention of prompts in Triton, also with a bias by distance, sinks or positions that are hidden,
+which flashinfer has no kernels for.
 
 A program takes tiles of queries one after the other, with their heads of a KV head as rows:
 
@@ -39,7 +39,7 @@ from megatron_hybrid.kernels.launching import (
     next_power_of_2,
 )
 from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
-from megatron_hybrid.kernels.paged_attention.triton_bias import BiasArguments, load_weights
+from megatron_hybrid.kernels.paged_attention.triton_bias import BiasArguments
 from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E, sink_stride
 from megatron_hybrid.kernels.paged_attention.triton_kv_tiles import (
     block_of,
@@ -58,7 +58,6 @@ from megatron_hybrid.kernels.paged_attention.triton_split_kernels import (
     _sequence_at,
 )
 
-_LOG2_E = tl.constexpr(LOG2_E)
 _LARGEST = tl.constexpr(65504.0)  # that float16 has
 
 
@@ -127,11 +126,12 @@ def attend(
     key_tiles = value_tiles = None
     if tile.described and whole and dims == shape.head_dim:
         key_tiles, value_tiles = tiles_of(cache.key, keys), tiles_of(cache.value, keys)
+    scale = shape.scale * cache.k_scale
     prompt_kernel[(programs,)](
         query, cache.key, cache.value, key_tiles, value_tiles, output,
         paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
-        shape.scale * cache.k_scale * LOG2_E, cache.v_scale, *query.stride()[:2],
-        *relative[:4], made, sinks, sink_stride(sinks), first_sequence, sequences, kv_heads,
+        scale * LOG2_E, 1 / scale, cache.v_scale, *query.stride()[:2], *relative[:4], made,
+        sinks, sink_stride(sinks), first_sequence, sequences, kv_heads,
         GROUP=group, HEAD_DIM=shape.head_dim, DIMS=dims, BLOCK_SIZE=shape.block_size,
         FIRST=shape.first_position, WINDOW=shape.window, WHOLE=whole, ROWS=tile.rows, KEYS=keys,
         STAGES=stages, WIDTH=width, **relative.constants, num_warps=tile.warps,
@@ -153,29 +153,38 @@ def _items(tile: Tile, shape: AttentionShape, tokens: int) -> int:
 
 @triton.jit
 def _make_biases(
-    made, own, bank, position, base, last, EXTENT: tl.constexpr, PROFILES: tl.constexpr,
-    BLOCK_P: tl.constexpr, SPAN: tl.constexpr,
+    made, weights, bank, token, head, inside, position, base, last, stride, head_stride,
+    EXTENT: tl.constexpr, PROFILES: tl.constexpr, BLOCK_P: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """To made [ROWS] (where rows begin) for keys from `base` up to each row's own position [ROWS],
-    the largest of which is `last`: the biases, times log2(e). own [ROWS, BLOCK_P]: weights."""
-    profile = tl.arange(0, BLOCK_P)
-    for nearest in tl.range(0, last - base + 1, SPAN, num_stages=1):
-        distance = nearest + SPAN - 1 - tl.arange(0, SPAN)  # the farthest key comes first
-        known = (profile < PROFILES)[:, None] & (distance < EXTENT)[None, :]
-        place = bank + profile[:, None] * EXTENT + distance[None, :]
-        columns = tl.load(place, mask=known, other=0.0)
-        more = tl.dot(own, columns, input_precision="ieee") * _LOG2_E
-        kind: tl.constexpr = made.dtype.element_ty
+    """To made [ROWS] (where rows begin) for keys from `base`, which is even, up to each row's own
+    position [ROWS], the largest of which is `last`: the biases of these rows.
+
+    Two keys are stored at a time, so the first of them has to be even: where rows at even positions
+    have the distances d, d - 1, ..., those at odd ones have d - 1, d - 2, ... So there are two sets
+    of profiles, and rows have zeros for one of them."""
+    profile = tl.arange(0, 2 * BLOCK_P)
+    number, less = profile % BLOCK_P, profile // BLOCK_P
+    is_own = (position[:, None] + 1 & 1) == less[None, :]
+    place = weights + (token * stride + head * head_stride)[:, None] + number[None, :]
+    mask = inside[:, None] & is_own & (number < PROFILES)[None, :]
+    own = tl.load(place, mask=mask, other=0.0)
+    column = tl.arange(0, SPAN)
+    kind: tl.constexpr = made.dtype.element_ty
+    for nearest in tl.range(0, last - base + 2, SPAN, num_stages=1):
+        distance = (nearest + SPAN - 1 - column)[None, :] - less[:, None]
+        known = (number < PROFILES)[:, None] & (distance >= 0) & (distance < EXTENT)
+        columns = tl.load(bank + number[:, None] * EXTENT + distance, mask=known, other=0.0)
+        biases = tl.dot(own, columns, input_precision="ieee").to(kind)
         if kind == tl.float16:
-            more = tl.clamp(more, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        at = (position - base)[:, None] - distance[None, :]
-        tl.store(made[:, None] + at, more.to(kind), mask=at >= 0)
+            biases = tl.clamp(biases, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        at = ((position + 2) // 2 * 2 - base - nearest - SPAN)[:, None] + column[None, :]
+        tl.store(made[:, None] + at, biases, mask=at >= 0)
 
 
 @triton.jit
 def _attended(
     most, total, part, q, key_cache, value_cache, key_tiles, value_tiles, blocks, kv_head, kv_heads,
-    position, begin, end, scale, made, base, MASKED: tl.constexpr, KEYS: tl.constexpr,
+    position, begin, end, scale, per_scale, made, base, MASKED: tl.constexpr, KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr,
     WINDOW: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -197,19 +206,15 @@ def _attended(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if made is not None:
             more = tl.load(made[:, None] + (first - base + tile)[None, :])
-            scores = scores * scale + more.to(tl.float32)
+            scores += more.to(tl.float32) * per_scale
         if MASKED:
             at = (first + tile)[None, :]
             seen = at <= position[:, None]
             if WINDOW > 0:
                 seen = seen & (at > position[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
-        if made is not None:
-            larger = tl.maximum(most, tl.max(scores, 1))
-            weights = tl.exp2(scores - larger[:, None])
-        else:
-            larger = tl.maximum(most, tl.max(scores, 1) * scale)
-            weights = tl.exp2(scores * scale - larger[:, None])
+        larger = tl.maximum(most, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - larger[:, None])
         shrink = tl.exp2(most - larger)
         total = total * shrink + tl.sum(weights, 1)
         part = tl.dot(weights.to(q.dtype), v, part * shrink[:, None], input_precision="ieee")
@@ -221,7 +226,7 @@ def _attended(
 def prompt_kernel(
     query, key_cache, value_cache, key_tiles, value_tiles, output,
     cu_seqlens, kv_length, kv_indptr, kv_indices,
-    scale, v_scale, query_stride, query_head_stride, bias_weights, bank, bias_stride,
+    scale, per_scale, v_scale, query_stride, query_head_stride, bias_weights, bank, bias_stride,
     bias_head_stride, made, sinks, sink_stride, first_sequence, sequences, kv_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     FIRST: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
@@ -274,32 +279,29 @@ def prompt_kernel(
             part = tl.zeros((ROWS, DIMS), tl.float32)
             biases = None
             if EXTENT > 0:
-                own = load_weights(
-                    bias_weights, token, head, inside, bias_stride, bias_head_stride, PROFILES,
-                    BLOCK_P,
-                )  # fmt: skip
                 biases = made + (program * ROWS + tile_row).to(tl.int64) * WIDTH
                 tl.debug_barrier()  # all have read what was there before
                 _make_biases(
-                    biases, own, bank, position, far, end - 1, EXTENT, PROFILES, BLOCK_P, SPAN
-                )
+                    biases, bias_weights, bank, token, head, inside, position, far, end - 1,
+                    bias_stride, bias_head_stride, EXTENT, PROFILES, BLOCK_P, SPAN,
+                )  # fmt: skip
                 tl.debug_barrier()  # all have written what others are going to read
             most, total, part = _attended(
                 most, total, part, q, key_cache, value_cache, None, None, blocks, kv_head, kv_heads,
-                position, seen, end, scale, biases, far, True, KEYS, HEAD_DIM, DIMS, BLOCK_SIZE,
-                FIRST, WINDOW, WHOLE, STAGES,
+                position, seen, end, scale, per_scale, biases, far, True, KEYS, HEAD_DIM, DIMS,
+                BLOCK_SIZE, FIRST, WINDOW, WHOLE, STAGES,
             )  # fmt: skip
             if EXTENT > 0 and WINDOW == 0:
                 most, total, part = _attended(
                     most, total, part, q, key_cache, value_cache, key_tiles, value_tiles, blocks,
-                    kv_head, kv_heads, position, far, seen, scale, biases, far, False, KEYS,
-                    HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WINDOW, WHOLE, STAGES,
+                    kv_head, kv_heads, position, far, seen, scale, per_scale, biases, far, False,
+                    KEYS, HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WINDOW, WHOLE, STAGES,
                 )  # fmt: skip
             if WINDOW == 0:
                 most, total, part = _attended(
                     most, total, part, q, key_cache, value_cache, key_tiles, value_tiles, blocks,
-                    kv_head, kv_heads, position, 0, far, scale, None, far, False, KEYS, HEAD_DIM,
-                    DIMS, BLOCK_SIZE, FIRST, WINDOW, WHOLE, STAGES,
+                    kv_head, kv_heads, position, 0, far, scale, per_scale, None, far, False, KEYS,
+                    HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WINDOW, WHOLE, STAGES,
                 )  # fmt: skip
             total, part = with_sinks(most, total, part, sinks, token, head, inside, sink_stride)
             place = (token * kv_heads * GROUP + head) * HEAD_DIM
