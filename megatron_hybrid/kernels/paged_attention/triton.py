@@ -114,7 +114,9 @@ class TritonAttention:
         """On the kernels that are best for the plan."""
         paged, shape, tokens = plan.paged, plan.shape, plan.prompt_tokens
         if triton_decode.serves(shape, plan.longest):
-            triton_decode.attend(query, cache, paged, shape, plan.longest, output, splits, sinks)
+            triton_decode.attend(
+                query, cache, paged, shape, plan.longest, output, splits, bias, sinks
+            )
         elif splits is None and triton_prompts.pays(shape, tokens, query.device):
             triton_prompts.attend(query, cache, paged, shape, tokens, output, bias, sinks)
             if plan.decodes is not None:
@@ -162,7 +164,7 @@ def _attend_in_tiles(
         kv_heads, splits,
         IS_SPLIT=splits > 1, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         FIRST=shape.first_position, WINDOW=shape.window, ROWS=block_rows, KEYS=_KEYS,
-        DIMS=max(next_power_of_2(head_dim), 16), **relative.constants,
+        DIMS=max(next_power_of_2(head_dim), 16), SPAN=relative.span, **relative.constants,
         num_warps=4 if head_dim <= 128 else 8, num_stages=2,
     )  # fmt: skip
     triton_decode.join(output, parts, sums, paged.cu_seqlens, cache.v_scale, sinks)

@@ -222,7 +222,7 @@ class SplitAttention:
             shape.scale * cache.k_scale * LOG2_E, cache.v_scale, *query.stride()[:2],
             *relative[:4], sinks, sink_stride(sinks), count, room, places, kv_heads,
             KEYS=keys, WHOLE=has_whole_tiles(shape, keys), ROWS=tile.rows, STAGES=tile.stages,
-            **tile.options, **constants, **relative.constants, **OPTIONS,
+            **tile.options, **constants, SPAN=relative.span, **relative.constants, **OPTIONS,
         )  # fmt: skip
         if room:
             join_kernel[(count, cdiv(heads * plan.longest, _JOINED_ROWS))](
@@ -257,7 +257,8 @@ class SplitAttention:
             shape.scale * cache.k_scale * LOG2_E, cache.v_scale, *query.stride()[:2],
             *relative[:4], sinks, sink_stride(sinks), decodes, sequences, shape.kv_heads,
             KEYS=keys, WHOLE=whole, ROWS=tile.rows, STAGES=tile.stages,
-            MASKED_STAGES=min(tile.stages, 2), **tile.options, **constants, **relative.constants,
+            MASKED_STAGES=min(tile.stages, 2), SPAN=relative.span,
+            **tile.options, **constants, **relative.constants,
         )  # fmt: skip
 
     def _split_of(self, shape: AttentionShape) -> int:

@@ -134,7 +134,7 @@ def attend(
         sinks, sink_stride(sinks), first_sequence, sequences, kv_heads,
         GROUP=group, HEAD_DIM=shape.head_dim, DIMS=dims, BLOCK_SIZE=shape.block_size,
         FIRST=shape.first_position, WINDOW=shape.window, WHOLE=whole, ROWS=tile.rows, KEYS=keys,
-        STAGES=stages, WIDTH=width, **relative.constants, num_warps=tile.warps,
+        STAGES=stages, WIDTH=width, SPAN=relative.span, **relative.constants, num_warps=tile.warps,
     )  # fmt: skip
 
 
