@@ -268,6 +268,55 @@ def _gather_kv_kernel(
     tl.store(value + place, values, mask=written)
 
 
+@triton.jit
+def _attended(
+    largest, total, result, q, key_cache, value_cache, blocks, kv_head, kv_heads, position, keys,
+    begin, end, scale, relative, IS_SPLIT: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr,
+    DIMS: tl.constexpr, EXTENT: tl.constexpr, PROFILES: tl.constexpr, BLOCK_P: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    """The largest score [ROWS], the sum of weights [ROWS], weighted values [ROWS, DIMS] after the
+    keys from `begin` to `end`, of `keys` that the sequence has. relative: the rows' weights, the
+    bank, each row's query of those in the tile [ROWS], and where the first of these stands; or
+    None."""
+    dim = tl.arange(0, DIMS)
+    dim_inside = dim < HEAD_DIM
+    for first_key in range(begin, end, KEYS):
+        at = first_key + tl.arange(0, KEYS)
+        # what lies past a sequence's end was never written: it is not read
+        inside = at < keys
+        block = tl.load(blocks + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        place = ((block * BLOCK_SIZE + at % BLOCK_SIZE) * kv_heads + kv_head) * HEAD_DIM
+        where = place[:, None] + dim[None, :]
+        readable = inside[:, None] & dim_inside[None, :]
+        k = tl.load(key_cache + where, mask=readable, other=0.0).to(q.dtype)
+        v = tl.load(value_cache + where, mask=readable, other=0.0).to(q.dtype)
+        # full float32 products for float32; other types have no effect from input_precision
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if relative is not None:
+            own, bank, query, first_query = relative
+            nearest = first_query - (first_key + KEYS - 1)
+            scores += biases(own, bank, query, nearest, KEYS, EXTENT, PROFILES, BLOCK_P, SPAN)
+        seen = at[None, :] <= position[:, None]
+        if FIRST > 0:
+            seen = seen & (at >= FIRST)[None, :]
+        if WINDOW > 0:
+            seen = seen & (at[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        if IS_SPLIT or FIRST > 0 or WINDOW > 0:
+            # Some rows may see none of these keys; else key 0 comes first, which all of them see.
+            larger = tl.maximum(larger, -1e30)
+        weights = tl.exp2(scores - larger[:, None])
+        shrink = tl.exp2(largest - larger)
+        total = total * shrink + tl.sum(weights, 1)
+        result = result * shrink[:, None]
+        result += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        largest = larger
+    return largest, total, result
+
+
 @launched(do_not_specialize=["tokens", "splits"])
 def _attend_kernel(
     query, key_cache, value_cache, output, parts, sums,
@@ -321,41 +370,24 @@ def _attend_kernel(
         begin = tl.maximum(keys - queries + first_row // GROUP - WINDOW + 1, 0) // KEYS * KEYS
     share = tl.cdiv(tl.cdiv(keys - begin, splits), KEYS) * KEYS
     begin += split * share
-    for first_key in range(begin, tl.minimum(end, begin + share), KEYS):
-        at = first_key + tl.arange(0, KEYS)
-        # what lies past a sequence's end was never written: it is not read
-        inside = at < keys
-        block = tl.load(blocks + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        place = ((block * BLOCK_SIZE + at % BLOCK_SIZE) * kv_heads + kv_head) * HEAD_DIM
-        where = place[:, None] + dim[None, :]
-        readable = inside[:, None] & dim_inside[None, :]
-        k = tl.load(key_cache + where, mask=readable, other=0.0).to(q.dtype)
-        v = tl.load(value_cache + where, mask=readable, other=0.0).to(q.dtype)
-        # full float32 products for float32; other types have no effect from input_precision
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if EXTENT > 0:
-            nearest = keys - queries + first_query - (first_key + KEYS - 1)
-            if nearest < EXTENT:  # else no key is near enough
-                scores += biases(
-                    own, bank, row // GROUP - first_query, nearest, KEYS, EXTENT, PROFILES,
-                    BLOCK_P, SPAN,
-                )  # fmt: skip
-        seen = at[None, :] <= position[:, None]
-        if FIRST > 0:
-            seen = seen & (at >= FIRST)[None, :]
-        if WINDOW > 0:
-            seen = seen & (at[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, 1))
-        if IS_SPLIT or FIRST > 0 or WINDOW > 0:
-            # Some rows may see none of these keys; else key 0 comes first, which all of them see.
-            larger = tl.maximum(larger, -1e30)
-        weights = tl.exp2(scores - larger[:, None])
-        shrink = tl.exp2(largest - larger)
-        total = total * shrink + tl.sum(weights, 1)
-        result = result * shrink[:, None]
-        result += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        largest = larger
+    end = tl.minimum(end, begin + share)
+    near = begin
+    if EXTENT > 0:  # keys that are too far away for a bias come first
+        near = tl.maximum(keys - queries + first_query - EXTENT + 1, 0) // KEYS * KEYS
+        near = tl.minimum(tl.maximum(near, begin), end)
+        largest, total, result = _attended(
+            largest, total, result, q, key_cache, value_cache, blocks, kv_head, kv_heads, position,
+            keys, begin, near, scale, None, IS_SPLIT, HEAD_DIM, BLOCK_SIZE, FIRST, WINDOW, KEYS,
+            DIMS, EXTENT, PROFILES, BLOCK_P, SPAN,
+        )  # fmt: skip
+        relative = own, bank, row // GROUP - first_query, keys - queries + first_query
+    else:
+        relative = None
+    largest, total, result = _attended(
+        largest, total, result, q, key_cache, value_cache, blocks, kv_head, kv_heads, position,
+        keys, near, end, scale, relative, IS_SPLIT, HEAD_DIM, BLOCK_SIZE, FIRST, WINDOW, KEYS,
+        DIMS, EXTENT, PROFILES, BLOCK_P, SPAN,
+    )  # fmt: skip
     written = row_inside[:, None] & dim_inside[None, :]
     if IS_SPLIT:
         at = (split * tl.cast(tokens, tl.int64) + token) * (kv_heads * GROUP) + head

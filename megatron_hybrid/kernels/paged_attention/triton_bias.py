@@ -51,7 +51,8 @@ class BiasArguments(NamedTuple):
             "BLOCK_P": max(next_power_of_2(profiles), 16),  # the least of a product
         }
         span = max(next_power_of_2(queries + keys - 1), 16)
-        return cls(bias.weights, bias.bank, *bias.weights.stride()[:2], span, sizes)
+        stride, head_stride, _ = bias.weights.stride()
+        return cls(bias.weights, bias.bank, stride, head_stride, span, sizes)
 
 
 @triton.jit
