@@ -15,7 +15,7 @@ the query is farther on. There a tile of it lies like a tile of keys, and is loa
     query 5        d  c  b  a                       .  d  c  b  a
     query 6        h  g  f  e                       .  .  h  g  f  e
 
-That memory, programs * rows * (extent + about 100) numbers of 16 bits, is 38 MB on an H200 for
+That memory, programs * rows * (extent + about 130) numbers of 16 bits, is 39 MB on an H200 for
 1,024 distances, however long prompts are: programs are as many as run at once.
 
 Bits are not those of the kernels of batch-invariant mode.
