@@ -58,6 +58,7 @@ from megatron_hybrid.kernels.paged_attention.triton_split_kernels import (
     _sequence_at,
 )
 
+_SPREAD = 256  # numbers of a program
 _LARGEST = tl.constexpr(65504.0)  # that float16 has
 
 
@@ -85,7 +86,7 @@ def tile_for(shape: AttentionShape, tokens: int, device: torch.device) -> Tile:
     if shape.dtype == torch.float32:
         return small
     large = Tile(128, 64, 8, 3 if shape.head_dim <= 128 else 2, 1)
-    return large if _items(large, shape, tokens) >= processors(device) else small
+    return large if 2 * _items(large, shape, tokens) >= processors(device) else small
 
 
 def attend(
@@ -111,10 +112,14 @@ def attend(
     items = (tokens * group // tile.rows + sequences) * kv_heads
     programs = min(items, tile.programs * processors(device))
     dims, keys = max(next_power_of_2(shape.head_dim), 16), tile.keys
-    relative, made, width = BiasArguments.of(bias, tile.rows, group, keys), None, 0
+    relative = BiasArguments.of(bias, tile.rows, group, keys)
+    made = spread = None
+    width = reach = 0
     if bias is not None:
-        reach = shape.window or bias.extent
-        width = cdiv(reach + keys + cdiv(tile.rows, group) + 1, keys) * keys
+        width = (shape.window or bias.extent) + keys + cdiv(tile.rows, group) + 1
+        width = cdiv(width, keys) * keys
+        reach = cdiv(width, relative.span) * relative.span
+        spread = _spread(bias, reach, relative.constants["BLOCK_P"])
         kind = torch.float32 if shape.dtype == torch.float32 else torch.float16
         made = torch.empty((programs, tile.rows, width), dtype=kind, device=device)
     tile_bytes = 2 * keys * dims * shape.kv_dtype.itemsize
@@ -130,11 +135,13 @@ def attend(
     prompt_kernel[(programs,)](
         query, cache.key, cache.value, key_tiles, value_tiles, output,
         paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
-        scale * LOG2_E, 1 / scale, cache.v_scale, *query.stride()[:2], *relative[:4], made,
+        scale * LOG2_E, 1 / scale, cache.v_scale, *query.stride()[:2],
+        relative.weights, spread, relative.stride, relative.head_stride, made,
         sinks, sink_stride(sinks), first_sequence, sequences, kv_heads,
         GROUP=group, HEAD_DIM=shape.head_dim, DIMS=dims, BLOCK_SIZE=shape.block_size,
         FIRST=shape.first_position, WINDOW=shape.window, WHOLE=whole, ROWS=tile.rows, KEYS=keys,
-        STAGES=stages, WIDTH=width, SPAN=relative.span, **relative.constants, num_warps=tile.warps,
+        STAGES=stages, WIDTH=width, REACH=reach, SPAN=relative.span, **relative.constants,
+        num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -151,34 +158,57 @@ def _items(tile: Tile, shape: AttentionShape, tokens: int) -> int:
     return cdiv(tokens * shape.heads // shape.kv_heads, tile.rows) * shape.kv_heads
 
 
+def _spread(bias: RelativeBias, reach: int, block_p: int) -> Tensor:
+    """[2 * block_p, reach]: the bank from the distance reach - 1 down to 0, and a second time from
+    reach - 2 down to -1, each with zeros where it has no number. For loads of whole tiles."""
+    profiles, extent = bias.bank.shape
+    spread = bias.bank.new_empty((2 * block_p, reach))
+    _spread_kernel[(2 * block_p, cdiv(reach, _SPREAD))](
+        bias.bank, spread, EXTENT=extent, PROFILES=profiles, BLOCK_P=block_p, REACH=reach,
+        BLOCK=_SPREAD, num_warps=4,
+    )  # fmt: skip
+    return spread
+
+
+@launched
+def _spread_kernel(
+    bank, spread, EXTENT: tl.constexpr, PROFILES: tl.constexpr, BLOCK_P: tl.constexpr,
+    REACH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    profile, less = tl.program_id(0) % BLOCK_P, tl.program_id(0) // BLOCK_P
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    distance = REACH - 1 - less - column
+    known = (profile < PROFILES) & (distance >= 0) & (distance < EXTENT)
+    numbers = tl.load(bank + profile * EXTENT + distance, mask=known, other=0.0)
+    tl.store(spread + tl.program_id(0) * REACH + column, numbers, mask=column < REACH)
+
+
 @triton.jit
 def _make_biases(
-    made, weights, bank, token, head, inside, position, base, last, stride, head_stride,
-    EXTENT: tl.constexpr, PROFILES: tl.constexpr, BLOCK_P: tl.constexpr, SPAN: tl.constexpr,
+    made, weights, spread, token, head, inside, position, base, last, stride, head_stride,
+    PROFILES: tl.constexpr, BLOCK_P: tl.constexpr, SPAN: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
     """To made [ROWS] (where rows begin) for keys from `base`, which is even, up to each row's own
     position [ROWS], the largest of which is `last`: the biases of these rows.
 
-    Two keys are stored at a time, so the first of them has to be even: where rows at even positions
-    have the distances d, d - 1, ..., those at odd ones have d - 1, d - 2, ... So there are two sets
-    of profiles, and rows have zeros for one of them."""
-    profile = tl.arange(0, 2 * BLOCK_P)
+    Two keys are stored at a time, so the first of them has to be even: where rows at odd positions
+    have the distances d, d - 1, ..., those at even ones have d - 1, d - 2, ... So there are two
+    sets of profiles (see _spread), and rows have weights of zero for one of them."""
+    profile, column = tl.arange(0, 2 * BLOCK_P), tl.arange(0, SPAN)
     number, less = profile % BLOCK_P, profile // BLOCK_P
     is_own = (position[:, None] + 1 & 1) == less[None, :]
     place = weights + (token * stride + head * head_stride)[:, None] + number[None, :]
     mask = inside[:, None] & is_own & (number < PROFILES)[None, :]
     own = tl.load(place, mask=mask, other=0.0)
-    column = tl.arange(0, SPAN)
+    place = spread + (profile * REACH)[:, None] + (REACH - SPAN + column)[None, :]
+    at = ((position + 2) // 2 * 2 - base - SPAN)[:, None] + column[None, :]
     kind: tl.constexpr = made.dtype.element_ty
-    for nearest in tl.range(0, last - base + 2, SPAN, num_stages=1):
-        distance = (nearest + SPAN - 1 - column)[None, :] - less[:, None]
-        known = (number < PROFILES)[:, None] & (distance >= 0) & (distance < EXTENT)
-        columns = tl.load(bank + number[:, None] * EXTENT + distance, mask=known, other=0.0)
-        biases = tl.dot(own, columns, input_precision="ieee").to(kind)
+    for nearest in tl.range(0, last - base + 2, SPAN, num_stages=3):
+        columns = tl.load(place - nearest)
+        biases = tl.dot(own, columns, input_precision="ieee")
         if kind == tl.float16:
             biases = tl.clamp(biases, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        at = ((position + 2) // 2 * 2 - base - nearest - SPAN)[:, None] + column[None, :]
-        tl.store(made[:, None] + at, biases, mask=at >= 0)
+        tl.store(made[:, None] + at - nearest, biases.to(kind), mask=at >= nearest)
 
 
 @triton.jit
@@ -226,12 +256,12 @@ def _attended(
 def prompt_kernel(
     query, key_cache, value_cache, key_tiles, value_tiles, output,
     cu_seqlens, kv_length, kv_indptr, kv_indices,
-    scale, per_scale, v_scale, query_stride, query_head_stride, bias_weights, bank, bias_stride,
+    scale, per_scale, v_scale, query_stride, query_head_stride, bias_weights, spread, bias_stride,
     bias_head_stride, made, sinks, sink_stride, first_sequence, sequences, kv_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     FIRST: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr, EXTENT: tl.constexpr,
-    PROFILES: tl.constexpr, BLOCK_P: tl.constexpr, SPAN: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr, REACH: tl.constexpr,
+    EXTENT: tl.constexpr, PROFILES: tl.constexpr, BLOCK_P: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Tiles of ROWS rows of a KV head of the sequences from `first_sequence` on. made [programs,
     ROWS, WIDTH]: for biases."""
@@ -282,8 +312,8 @@ def prompt_kernel(
                 biases = made + (program * ROWS + tile_row).to(tl.int64) * WIDTH
                 tl.debug_barrier()  # all have read what was there before
                 _make_biases(
-                    biases, bias_weights, bank, token, head, inside, position, far, end - 1,
-                    bias_stride, bias_head_stride, EXTENT, PROFILES, BLOCK_P, SPAN,
+                    biases, bias_weights, spread, token, head, inside, position, far, end - 1,
+                    bias_stride, bias_head_stride, PROFILES, BLOCK_P, SPAN, REACH,
                 )  # fmt: skip
                 tl.debug_barrier()  # all have written what others are going to read
             most, total, part = _attended(
