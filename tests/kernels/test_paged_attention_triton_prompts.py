@@ -122,3 +122,16 @@ def test_prompts_are_computed_apart_from_the_steps_decodes() -> None:
     plan = TritonAttention().plan(attention_step(lengths, shape, decodes=2).paged, shape)
     assert (plan.prompt_tokens, plan.decode_tokens) == (123, 3)
     assert plan.decodes is not None and plan.decodes.longest == 2
+
+
+def test_tiles_are_as_large_as_there_is_work_for_all_processors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton_prompts, "processors", lambda device: 132)
+    device, shape = torch.device("cpu"), attention_shape(32, 8, 128, 64, torch.bfloat16)
+    paying = [triton_prompts.pays(shape, tokens, device) for tokens in (0, 32, 128, 160, 8192)]
+    assert paying == [False, False, False, True, True]
+    rows = [triton_prompts.tile_for(shape, tokens, device).rows for tokens in (160, 512, 8192)]
+    assert rows == [64, 128, 128]
+    shape = attention_shape(32, 8, 128, 64, torch.float32)
+    assert triton_prompts.tile_for(shape, 8192, device).rows == 32
