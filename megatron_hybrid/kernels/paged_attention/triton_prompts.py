@@ -15,7 +15,7 @@ the query is farther on. There a tile of it lies like a tile of keys, and is loa
     query 5        d  c  b  a                       .  d  c  b  a
     query 6        h  g  f  e                       .  .  h  g  f  e
 
-That memory, programs * rows * (extent + about 130) numbers of 16 bits, is 39 MB on an H200 for
+That memory, programs * rows * (extent + about 320) numbers of 16 bits, is 45 MB on an H200 for
 1,024 distances, however long prompts are: programs are as many as run at once.
 
 Bits are not those of the kernels of batch-invariant mode.
@@ -114,11 +114,13 @@ def attend(
     dims, keys = max(next_power_of_2(shape.head_dim), 16), tile.keys
     relative = BiasArguments.of(bias, tile.rows, group, keys)
     made = spread = None
-    width = reach = 0
+    width = reach = before = 0
     if bias is not None:
-        width = (shape.window or bias.extent) + keys + cdiv(tile.rows, group) + 1
-        width = cdiv(width, keys) * keys
-        reach = cdiv(width, relative.span) * relative.span
+        queries, span = cdiv(tile.rows, group) + 1, relative.span
+        width = (shape.window or bias.extent) + keys + queries
+        reach = cdiv(width, span) * span
+        before = cdiv(span + queries, keys) * keys
+        width = before + cdiv(width, keys) * keys
         spread = _spread(bias, reach, relative.constants["BLOCK_P"])
         kind = torch.float32 if shape.dtype == torch.float32 else torch.float16
         made = torch.empty((programs, tile.rows, width), dtype=kind, device=device)
@@ -140,8 +142,8 @@ def attend(
         sinks, sink_stride(sinks), first_sequence, sequences, kv_heads,
         GROUP=group, HEAD_DIM=shape.head_dim, DIMS=dims, BLOCK_SIZE=shape.block_size,
         FIRST=shape.first_position, WINDOW=shape.window, WHOLE=whole, ROWS=tile.rows, KEYS=keys,
-        STAGES=stages, WIDTH=width, REACH=reach, SPAN=relative.span, **relative.constants,
-        num_warps=tile.warps,
+        STAGES=stages, WIDTH=width, BEFORE=before, REACH=reach, SPAN=relative.span,
+        **relative.constants, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -185,11 +187,13 @@ def _spread_kernel(
 
 @triton.jit
 def _make_biases(
-    made, weights, spread, token, head, inside, position, base, last, stride, head_stride,
-    PROFILES: tl.constexpr, BLOCK_P: tl.constexpr, SPAN: tl.constexpr, REACH: tl.constexpr,
+    made, row_place, weights, spread, token, head, inside, position, base, last, stride,
+    head_stride, PROFILES: tl.constexpr, BLOCK_P: tl.constexpr, SPAN: tl.constexpr,
+    REACH: tl.constexpr,
 ):  # fmt: skip
-    """To made [ROWS] (where rows begin) for keys from `base`, which is even, up to each row's own
-    position [ROWS], the largest of which is `last`: the biases of these rows.
+    """To made + row_place [ROWS], for keys from `base`, which is even, up to each row's own
+    position [ROWS], the largest of which is `last`: the biases of these rows. In front of that,
+    where there has to be room for SPAN numbers and one more for each query: anything.
 
     Two keys are stored at a time, so the first of them has to be even: where rows at odd positions
     have the distances d, d - 1, ..., those at even ones have d - 1, d - 2, ... So there are two
@@ -201,14 +205,14 @@ def _make_biases(
     mask = inside[:, None] & is_own & (number < PROFILES)[None, :]
     own = tl.load(place, mask=mask, other=0.0)
     place = spread + (profile * REACH)[:, None] + (REACH - SPAN + column)[None, :]
-    at = ((position + 2) // 2 * 2 - base - SPAN)[:, None] + column[None, :]
+    at = (row_place + (position + 2) // 2 * 2 - base - SPAN)[:, None] + column[None, :]
     kind: tl.constexpr = made.dtype.element_ty
     for nearest in tl.range(0, last - base + 2, SPAN, num_stages=3):
         columns = tl.load(place - nearest)
         biases = tl.dot(own, columns, input_precision="ieee")
         if kind == tl.float16:
             biases = tl.clamp(biases, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(made[:, None] + at - nearest, biases.to(kind), mask=at >= nearest)
+        tl.store(made + (at - nearest), biases.to(kind))
 
 
 @triton.jit
@@ -260,11 +264,13 @@ def prompt_kernel(
     bias_head_stride, made, sinks, sink_stride, first_sequence, sequences, kv_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     FIRST: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr, REACH: tl.constexpr,
-    EXTENT: tl.constexpr, PROFILES: tl.constexpr, BLOCK_P: tl.constexpr, SPAN: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr, BEFORE: tl.constexpr,
+    REACH: tl.constexpr, EXTENT: tl.constexpr, PROFILES: tl.constexpr, BLOCK_P: tl.constexpr,
+    SPAN: tl.constexpr,
 ):  # fmt: skip
     """Tiles of ROWS rows of a KV head of the sequences from `first_sequence` on. made [programs,
-    ROWS, WIDTH]: for biases."""
+    ROWS, WIDTH]: for biases, of which the first ones of a row are BEFORE numbers behind its
+    begin."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     table = cu_seqlens + first_sequence
     before = tl.load(table)
@@ -309,11 +315,13 @@ def prompt_kernel(
             part = tl.zeros((ROWS, DIMS), tl.float32)
             biases = None
             if EXTENT > 0:
-                biases = made + (program * ROWS + tile_row).to(tl.int64) * WIDTH
+                own = made + program.to(tl.int64) * (ROWS * WIDTH)
+                row_place = tile_row * WIDTH + BEFORE
+                biases = own + row_place
                 tl.debug_barrier()  # all have read what was there before
                 _make_biases(
-                    biases, bias_weights, spread, token, head, inside, position, far, end - 1,
-                    bias_stride, bias_head_stride, PROFILES, BLOCK_P, SPAN, REACH,
+                    own, row_place, bias_weights, spread, token, head, inside, position, far,
+                    end - 1, bias_stride, bias_head_stride, PROFILES, BLOCK_P, SPAN, REACH,
                 )  # fmt: skip
                 tl.debug_barrier()  # all have written what others are going to read
             most, total, part = _attended(
