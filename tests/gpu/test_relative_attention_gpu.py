@@ -72,6 +72,32 @@ def test_scores_have_a_bias_by_distance(
             check_begins_behind(attention, lengths, shape, decodes=decodes, **where)
 
 
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("window", [0, 512])
+@pytest.mark.parametrize("kv_dtype", [BF16, torch.float8_e4m3fn])
+def test_prompts_have_tiles_of_two_sizes(rows: int, window: int, kv_dtype: torch.dtype) -> None:
+    """A few programs go through all tiles, and write over what they have made for others."""
+    from megatron_hybrid.kernels.paged_attention import triton_prompts
+    from megatron_hybrid.kernels.paged_attention.triton import TritonAttention
+
+    shape = attention_shape(
+        32, 8, 128, 64, BF16, kv_dtype=kv_dtype, window=window, relative=True, sinks=True
+    )
+    lengths = [(300, 2000), (640, 640), (1, 70), (0, 9), (129, 1300)]
+    where = {"decodes": 0, "device": "cuda", "bank": (16, window or 1024)}
+    step = attention_step(lengths, shape, **where)
+    attention, tokens = TritonAttention(), len(step.query)
+    plan = attention.plan(step.paged, shape)
+    attention.append(step.key, step.value, step.cache, plan)
+    tile = triton_prompts.Tile(rows, keys=64, warps=rows // 16, stages=2, programs=1)
+    for _ in range(3):
+        out = torch.full_like(step.query, torch.nan)
+        triton_prompts.attend(
+            step.query, step.cache, step.paged, shape, tokens, out, step.bias, step.sinks, tile
+        )
+        torch.testing.assert_close(out.double(), step.expected, atol=6e-2, rtol=6e-2)
+
+
 @pytest.mark.parametrize("name", ["triton", "by split"])
 def test_in_float32(name: str) -> None:
     shape = attention_shape(8, 2, 64, 16, relative=True)

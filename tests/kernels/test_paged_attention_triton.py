@@ -159,6 +159,18 @@ def test_scores_may_have_a_bias_by_distance(splits: int) -> None:
     check_biases(attention, [(1, 9), (1, 64), (0, 3), (3, 70)], [(17, 33)], decodes=3, **shape)
 
 
+@pytest.mark.parametrize(("splits", "kv_dtype"), [(3, torch.float32), (1, FP8)])
+def test_decodes_in_large_blocks_have_a_bias(splits: int, kv_dtype: torch.dtype) -> None:
+    """Of one query, of drafts, and of more than their kernel takes."""
+    shape = {"heads": 2, "kv_heads": 1, "head_dim": 32, "block_size": 64, "kv_dtype": kv_dtype}
+    attention = SplitAttention(splits)
+    of = attention_shape(relative=True, head_dim=32, block_size=64)
+    assert triton_decode.serves(of, 8) and not triton_decode.serves(of, 9)
+    for lengths in ([(1, 64), (1, 9), (1, 230)], [(3, 70), (5, 200), (1, 65)], [(9, 200)]):
+        where = {"decodes": len(lengths), "windows": (0, 100)}
+        check_biases(attention, lengths, [(3, 70)], **where, **shape)
+
+
 @pytest.mark.parametrize(("head_dim", "block_size"), [(16, 1), (24, 3), (80, 16)])
 def test_heads_and_blocks_of_any_size(head_dim: int, block_size: int) -> None:
     shape = attention_shape(head_dim=head_dim, block_size=block_size)

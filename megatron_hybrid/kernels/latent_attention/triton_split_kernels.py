@@ -15,13 +15,13 @@ import triton.language as tl
 
 from megatron_hybrid.kernels.dependent_launch import let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.launching import launched
+from megatron_hybrid.kernels.paged_attention.triton_kv_tiles import block_of
 from megatron_hybrid.kernels.paged_attention.triton_split_kernels import (
     _AT_ONCE,
     _LEAST,
     _ONES,
     _TABLES,
     _as_numbers,
-    _block_of,
     _finished,
     _folded,
     _item_of,
@@ -60,7 +60,7 @@ def _attended(
     WIDTH: tl.constexpr = LATENT + TURNED
     tile, dim, behind = tl.arange(0, KEYS), tl.arange(0, DIMS), tl.arange(0, TURNED_DIMS)
     ones = tl.full((KEYS, _ONES), 1.0, q.dtype)
-    block = _block_of(blocks, begin, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
+    block = block_of(blocks, begin, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
     for first in tl.range(begin, end, KEYS, num_stages=STAGES):
         at = first + tile
         if WHOLE:  # one address, and distances that stay the same
@@ -81,7 +81,7 @@ def _attended(
         else:
             r = tl.load(where + LATENT + behind[None, :])
         # the next tile's, so that its keys need not wait for it
-        block = _block_of(blocks, first + KEYS, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
+        block = block_of(blocks, first + KEYS, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
         k, r = _as_numbers(k, q.dtype), _as_numbers(r, q.dtype)
         # full float32 products for float32; other types have no effect from input_precision
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")

@@ -7,7 +7,8 @@ of the same tile, so that their keys and values are read once.
 
 Where a step has few queries, each sequence's keys are split over programs, whose results a second
 kernel puts together. Lengths are read on the device: the split of a sequence follows from its own.
-Where all sequences have few queries, and the shape allows it, triton_decode.py is faster.
+Where all sequences have few queries, and the shape allows it, triton_decode.py is faster; prompts
+that are enough for all multiprocessors have triton_prompts.py, apart from the step's decodes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from megatron_hybrid.kernels.contract import FP8_MAX, AttentionShape, KVCache, PagedSequences
 from megatron_hybrid.kernels.devices import processors
 from megatron_hybrid.kernels.launching import cdiv, launched, next_power_of_2
-from megatron_hybrid.kernels.paged_attention import reference, triton_decode
+from megatron_hybrid.kernels.paged_attention import reference, triton_decode, triton_prompts
 from megatron_hybrid.kernels.paged_attention.prompts import TILE
 from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
 from megatron_hybrid.kernels.paged_attention.triton_bias import BiasArguments, biases, load_weights
@@ -44,6 +45,9 @@ class TritonPlan:
     paged: PagedSequences
     shape: AttentionShape
     longest: int  # queries of the longest sequence, or more
+    prompt_tokens: int = 0  # of all prompts, or more
+    decode_tokens: int = 0  # before them
+    decodes: TritonPlan | None = None  # where there are prompts, too: of them alone
 
     @property
     def kv_slot(self) -> Tensor:
@@ -56,12 +60,19 @@ class TritonAttention:
 
     def plan(self, paged: PagedSequences, shape: AttentionShape) -> TritonPlan:
         """Once a step."""
-        longest = int(np.diff(paged.host.cu_seqlens).max(initial=0))
+        host, count = paged.host, paged.num_decodes
+        longest = int(np.diff(host.cu_seqlens).max(initial=0))
+        has_prompts = len(paged.kv_length) > count
         if paged.static:  # the grid has room for any step that the graph may run
             longest = max(paged.longest_run, 1)
-            if len(paged.kv_length) > paged.num_decodes:
-                longest = max(longest, len(paged.kv_slot) - paged.num_decodes)
-        return TritonPlan(paged, shape, longest)
+            if has_prompts:
+                longest = max(longest, len(paged.kv_slot) - count)
+        if not has_prompts:
+            return TritonPlan(paged, shape, longest)
+        before, end = int(host.cu_seqlens[count]), int(host.cu_seqlens[-1])
+        tokens = (len(paged.kv_slot) if paged.static else end) - before
+        decodes = self.plan(paged.decodes_alone(), shape) if count else None
+        return TritonPlan(paged, shape, longest, tokens, before, decodes)
 
     def most_captured(self, shape: AttentionShape, prompts: int) -> int:
         """None: a grid has room for each prompt to be as long as all of them together."""
@@ -86,40 +97,77 @@ class TritonAttention:
         splits: into how many parts keys are split at most; None: as many as keep the device busy.
         """
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        if not plan.longest:
-            return output
-        paged, shape = plan.paged, plan.shape
-        if triton_decode.serves(shape, plan.longest):
-            return triton_decode.attend(query, cache, paged, shape, plan.longest, splits, sinks)
-        tokens, heads, head_dim = query.shape
-        _, block_size, kv_heads, _ = cache.key.shape
-        sequences, group = len(paged.kv_length), heads // kv_heads
-        rows = plan.longest * group
-        # 16 rows are the least of a matrix product; a decode has no use for more
-        block_rows = min(max(next_power_of_2(rows), 16), 64)
-        tiles = cdiv(rows, block_rows)
-        if splits is None:
-            programs = tiles * kv_heads * sequences
-            splits = min(2 * processors(query.device) // max(programs, 1), MOST_SPLITS)
-        splits = max(splits, 1)
-        parts, sums = triton_decode.parts_of(output, splits)
-        relative = BiasArguments.of(bias, block_rows, group, _KEYS)
-        # x is the one dimension of a grid that may exceed 65535
-        _attend_kernel[(tiles * splits, kv_heads, sequences)](
-            query, cache.key, cache.value, output, parts, sums,
-            paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
-            shape.scale * cache.k_scale * LOG2_E, cache.v_scale,
-            *query.stride()[:2], *relative[:4], sinks, triton_decode.sink_stride(sinks), tokens,
-            kv_heads, splits,
-            IS_SPLIT=splits > 1, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-            FIRST=shape.first_position, WINDOW=shape.window, ROWS=block_rows, KEYS=_KEYS,
-            DIMS=max(next_power_of_2(head_dim), 16), **relative.constants,
-            num_warps=4 if head_dim <= 128 else 8, num_stages=2,
-        )  # fmt: skip
-        triton_decode.join(output, parts, sums, paged.cu_seqlens, cache.v_scale, sinks)
+        if plan.longest:
+            self._attend(query, cache, plan, output, bias, sinks, splits)
         return output
 
+    def _attend(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        plan: TritonPlan,
+        output: Tensor,
+        bias: RelativeBias | None,
+        sinks: Tensor | None,
+        splits: int | None,
+    ) -> None:
+        """On the kernels that are best for the plan."""
+        paged, shape, tokens = plan.paged, plan.shape, plan.prompt_tokens
+        if triton_decode.serves(shape, plan.longest):
+            triton_decode.attend(
+                query, cache, paged, shape, plan.longest, output, splits, bias, sinks
+            )
+        elif splits is None and triton_prompts.pays(shape, tokens, query.device):
+            triton_prompts.attend(query, cache, paged, shape, tokens, output, bias, sinks)
+            if plan.decodes is not None:
+                own = slice(plan.decode_tokens)
+                if bias is not None:
+                    bias = bias._replace(weights=bias.weights[own])
+                sinks = None if sinks is None else sinks[own]
+                self._attend(query[own], cache, plan.decodes, output[own], bias, sinks, None)
+        else:
+            _attend_in_tiles(query, cache, plan, output, bias, sinks, splits)
+
     copy_tokens = staticmethod(reference.copy_tokens)
+
+
+def _attend_in_tiles(
+    query: Tensor,
+    cache: KVCache,
+    plan: TritonPlan,
+    output: Tensor,
+    bias: RelativeBias | None,
+    sinks: Tensor | None,
+    splits: int | None,
+) -> None:
+    """Of sequences of all lengths, on one kernel."""
+    paged, shape = plan.paged, plan.shape
+    tokens, heads, head_dim = query.shape
+    _, block_size, kv_heads, _ = cache.key.shape
+    sequences, group = len(paged.kv_length), heads // kv_heads
+    rows = plan.longest * group
+    # 16 rows are the least of a matrix product; a decode has no use for more
+    block_rows = min(max(next_power_of_2(rows), 16), 64)
+    tiles = cdiv(rows, block_rows)
+    if splits is None:
+        programs = tiles * kv_heads * sequences
+        splits = min(2 * processors(query.device) // max(programs, 1), MOST_SPLITS)
+    splits = max(splits, 1)
+    parts, sums = triton_decode.parts_of(output, splits)
+    relative = BiasArguments.of(bias, block_rows, group, _KEYS)
+    # x is the one dimension of a grid that may exceed 65535
+    _attend_kernel[(tiles * splits, kv_heads, sequences)](
+        query, cache.key, cache.value, output, parts, sums,
+        paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
+        shape.scale * cache.k_scale * LOG2_E, cache.v_scale,
+        *query.stride()[:2], *relative[:4], sinks, triton_decode.sink_stride(sinks), tokens,
+        kv_heads, splits,
+        IS_SPLIT=splits > 1, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        FIRST=shape.first_position, WINDOW=shape.window, ROWS=block_rows, KEYS=_KEYS,
+        DIMS=max(next_power_of_2(head_dim), 16), SPAN=relative.span, **relative.constants,
+        num_warps=4 if head_dim <= 128 else 8, num_stages=2,
+    )  # fmt: skip
+    triton_decode.join(output, parts, sums, paged.cu_seqlens, cache.v_scale, sinks)
 
 
 def store_kv(key: Tensor, value: Tensor, cache: KVCache, kv_slot: Tensor) -> None:
@@ -220,6 +268,55 @@ def _gather_kv_kernel(
     tl.store(value + place, values, mask=written)
 
 
+@triton.jit
+def _attended(
+    largest, total, result, q, key_cache, value_cache, blocks, kv_head, kv_heads, position, keys,
+    begin, end, scale, relative, IS_SPLIT: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr,
+    DIMS: tl.constexpr, EXTENT: tl.constexpr, PROFILES: tl.constexpr, BLOCK_P: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    """The largest score [ROWS], the sum of weights [ROWS], weighted values [ROWS, DIMS] after the
+    keys from `begin` to `end`, of `keys` that the sequence has. relative: the rows' weights, the
+    bank, each row's query of those in the tile [ROWS], and where the first of these stands; or
+    None."""
+    dim = tl.arange(0, DIMS)
+    dim_inside = dim < HEAD_DIM
+    for first_key in range(begin, end, KEYS):
+        at = first_key + tl.arange(0, KEYS)
+        # what lies past a sequence's end was never written: it is not read
+        inside = at < keys
+        block = tl.load(blocks + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        place = ((block * BLOCK_SIZE + at % BLOCK_SIZE) * kv_heads + kv_head) * HEAD_DIM
+        where = place[:, None] + dim[None, :]
+        readable = inside[:, None] & dim_inside[None, :]
+        k = tl.load(key_cache + where, mask=readable, other=0.0).to(q.dtype)
+        v = tl.load(value_cache + where, mask=readable, other=0.0).to(q.dtype)
+        # full float32 products for float32; other types have no effect from input_precision
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if relative is not None:
+            own, bank, query, first_query = relative
+            nearest = first_query - (first_key + KEYS - 1)
+            scores += biases(own, bank, query, nearest, KEYS, EXTENT, PROFILES, BLOCK_P, SPAN)
+        seen = at[None, :] <= position[:, None]
+        if FIRST > 0:
+            seen = seen & (at >= FIRST)[None, :]
+        if WINDOW > 0:
+            seen = seen & (at[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        if IS_SPLIT or FIRST > 0 or WINDOW > 0:
+            # Some rows may see none of these keys; else key 0 comes first, which all of them see.
+            larger = tl.maximum(larger, -1e30)
+        weights = tl.exp2(scores - larger[:, None])
+        shrink = tl.exp2(largest - larger)
+        total = total * shrink + tl.sum(weights, 1)
+        result = result * shrink[:, None]
+        result += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        largest = larger
+    return largest, total, result
+
+
 @launched(do_not_specialize=["tokens", "splits"])
 def _attend_kernel(
     query, key_cache, value_cache, output, parts, sums,
@@ -273,41 +370,24 @@ def _attend_kernel(
         begin = tl.maximum(keys - queries + first_row // GROUP - WINDOW + 1, 0) // KEYS * KEYS
     share = tl.cdiv(tl.cdiv(keys - begin, splits), KEYS) * KEYS
     begin += split * share
-    for first_key in range(begin, tl.minimum(end, begin + share), KEYS):
-        at = first_key + tl.arange(0, KEYS)
-        # what lies past a sequence's end was never written: it is not read
-        inside = at < keys
-        block = tl.load(blocks + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        place = ((block * BLOCK_SIZE + at % BLOCK_SIZE) * kv_heads + kv_head) * HEAD_DIM
-        where = place[:, None] + dim[None, :]
-        readable = inside[:, None] & dim_inside[None, :]
-        k = tl.load(key_cache + where, mask=readable, other=0.0).to(q.dtype)
-        v = tl.load(value_cache + where, mask=readable, other=0.0).to(q.dtype)
-        # full float32 products for float32; other types have no effect from input_precision
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if EXTENT > 0:
-            nearest = keys - queries + first_query - (first_key + KEYS - 1)
-            if nearest < EXTENT:  # else no key is near enough
-                scores += biases(
-                    own, bank, row // GROUP - first_query, nearest, KEYS, EXTENT, PROFILES,
-                    BLOCK_P, SPAN,
-                )  # fmt: skip
-        seen = at[None, :] <= position[:, None]
-        if FIRST > 0:
-            seen = seen & (at >= FIRST)[None, :]
-        if WINDOW > 0:
-            seen = seen & (at[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, 1))
-        if IS_SPLIT or FIRST > 0 or WINDOW > 0:
-            # Some rows may see none of these keys; else key 0 comes first, which all of them see.
-            larger = tl.maximum(larger, -1e30)
-        weights = tl.exp2(scores - larger[:, None])
-        shrink = tl.exp2(largest - larger)
-        total = total * shrink + tl.sum(weights, 1)
-        result = result * shrink[:, None]
-        result += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        largest = larger
+    end = tl.minimum(end, begin + share)
+    near = begin
+    if EXTENT > 0:  # keys that are too far away for a bias come first
+        near = tl.maximum(keys - queries + first_query - EXTENT + 1, 0) // KEYS * KEYS
+        near = tl.minimum(tl.maximum(near, begin), end)
+        largest, total, result = _attended(
+            largest, total, result, q, key_cache, value_cache, blocks, kv_head, kv_heads, position,
+            keys, begin, near, scale, None, IS_SPLIT, HEAD_DIM, BLOCK_SIZE, FIRST, WINDOW, KEYS,
+            DIMS, EXTENT, PROFILES, BLOCK_P, SPAN,
+        )  # fmt: skip
+        relative = own, bank, row // GROUP - first_query, keys - queries + first_query
+    else:
+        relative = None
+    largest, total, result = _attended(
+        largest, total, result, q, key_cache, value_cache, blocks, kv_head, kv_heads, position,
+        keys, near, end, scale, relative, IS_SPLIT, HEAD_DIM, BLOCK_SIZE, FIRST, WINDOW, KEYS,
+        DIMS, EXTENT, PROFILES, BLOCK_P, SPAN,
+    )  # fmt: skip
     written = row_inside[:, None] & dim_inside[None, :]
     if IS_SPLIT:
         at = (split * tl.cast(tokens, tl.int64) + token) * (kv_heads * GROUP) + head

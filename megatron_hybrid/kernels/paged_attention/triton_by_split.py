@@ -32,7 +32,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedSequences
 from megatron_hybrid.kernels.dependent_launch import OPTIONS
@@ -43,6 +42,7 @@ from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
 from megatron_hybrid.kernels.paged_attention.triton import store_kv
 from megatron_hybrid.kernels.paged_attention.triton_bias import BiasArguments
 from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E, sink_stride
+from megatron_hybrid.kernels.paged_attention.triton_kv_tiles import has_whole_tiles, tiles_of
 from megatron_hybrid.kernels.paged_attention.triton_split_kernels import (
     decode_kernel,
     join_kernel,
@@ -221,8 +221,8 @@ class SplitAttention:
             paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
             shape.scale * cache.k_scale * LOG2_E, cache.v_scale, *query.stride()[:2],
             *relative[:4], sinks, sink_stride(sinks), count, room, places, kv_heads,
-            KEYS=keys, WHOLE=_has_whole_tiles(shape, keys), ROWS=tile.rows, STAGES=tile.stages,
-            **tile.options, **constants, **relative.constants, **OPTIONS,
+            KEYS=keys, WHOLE=has_whole_tiles(shape, keys), ROWS=tile.rows, STAGES=tile.stages,
+            **tile.options, **constants, SPAN=relative.span, **relative.constants, **OPTIONS,
         )  # fmt: skip
         if room:
             join_kernel[(count, cdiv(heads * plan.longest, _JOINED_ROWS))](
@@ -245,10 +245,10 @@ class SplitAttention:
         decodes, sequences = paged.num_decodes, len(paged.kv_length) - paged.num_decodes
         group = shape.heads // shape.kv_heads
         keys, constants = self._keys_of(shape), self._constants(shape)
-        whole = _has_whole_tiles(shape, keys)
+        whole = has_whole_tiles(shape, keys)
         key_tiles = value_tiles = None
         if tile.described and whole and constants["DIMS"] == shape.head_dim:
-            key_tiles, value_tiles = _tiles(cache.key, keys), _tiles(cache.value, keys)
+            key_tiles, value_tiles = tiles_of(cache.key, keys), tiles_of(cache.value, keys)
         relative = BiasArguments.of(bias, tile.rows, group, keys)
         tiles = plan.prompt_tokens * group // tile.rows + sequences
         prompt_kernel[(tiles * shape.kv_heads,)](
@@ -257,7 +257,8 @@ class SplitAttention:
             shape.scale * cache.k_scale * LOG2_E, cache.v_scale, *query.stride()[:2],
             *relative[:4], sinks, sink_stride(sinks), decodes, sequences, shape.kv_heads,
             KEYS=keys, WHOLE=whole, ROWS=tile.rows, STAGES=tile.stages,
-            MASKED_STAGES=min(tile.stages, 2), **tile.options, **constants, **relative.constants,
+            MASKED_STAGES=min(tile.stages, 2), SPAN=relative.span,
+            **tile.options, **constants, **relative.constants,
         )  # fmt: skip
 
     def _split_of(self, shape: AttentionShape) -> int:
@@ -277,15 +278,3 @@ class SplitAttention:
             "FIRST": shape.first_position,
             "WINDOW": shape.window,
         }
-
-
-def _has_whole_tiles(shape: AttentionShape, keys: int) -> bool:
-    """Whether every tile of keys lies in one block."""
-    return shape.block_size % keys == 0 and shape.first_position % keys == 0
-
-
-def _tiles(stored: Tensor, keys: int) -> TensorDescriptor:
-    """Of keys or values: a tile is so many tokens of one head."""
-    blocks, block_size, kv_heads, head_dim = stored.shape
-    rows, width = blocks * block_size, kv_heads * head_dim
-    return TensorDescriptor(stored, [rows, width], [width, 1], [keys, head_dim])

@@ -17,6 +17,8 @@ The product with the values needs two keys side by side, and memory has two dims
 Values of 16 bits are transposed by the hardware on their way to the registers, FP8 ones are not. So
 two dims are read as one number of 16 bits, and taken apart behind it: one product for the even
 dims, one for the odd ones. (Where values have 16 bits, the halves are the first and the last dims.)
+
+Keys that are too far away for a bias by distance come first, in a loop that knows of none.
 """
 
 from __future__ import annotations
@@ -30,12 +32,19 @@ from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedSeque
 from megatron_hybrid.kernels.dependent_launch import OPTIONS, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.devices import processors
 from megatron_hybrid.kernels.launching import launched, next_power_of_2
+from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
+from megatron_hybrid.kernels.paged_attention.triton_bias import (
+    BiasArguments,
+    biases_of_few,
+    load_weights,
+)
 from megatron_hybrid.kernels.paged_attention.triton_sinks import load_sinks
 
 LOG2_E = 1.4426950408889634  # exp2 is what devices have
 MOST_SPLITS = 64
 _FEW_SPLITS = 8  # joined by a kernel of their own: two are all that can be wanted
 _MOST_ROWS = 64  # queries times the query heads of a KV head: the rows of a tile
+_MOST_BIASED = 8  # queries, where there is a bias: each is a product more
 _PROGRAMS = 8  # a multiprocessor: two rounds of as many as run on it at once
 _TILE_BYTES = 48 << 10  # of keys and values on their way to a program
 
@@ -49,7 +58,7 @@ def serves(shape: AttentionShape, longest: int) -> bool:
         and shape.block_size % 32 == 0
         and power_of_two
         and shape.head_dim > 16
-        and not shape.relative
+        and (longest <= _MOST_BIASED or not shape.relative)
     )
 
 
@@ -65,12 +74,13 @@ def attend(
     paged: PagedSequences,
     shape: AttentionShape,
     longest: int,
+    output: Tensor,
     splits: int | None = None,
+    bias: RelativeBias | None = None,
     sinks: Tensor | None = None,
-) -> Tensor:
-    """As in Attention, for sequences of up to `longest` queries that this module `serves`. splits:
-    see splits_for."""
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+) -> None:
+    """As in Attention, for sequences of up to `longest` queries that this module `serves`, into
+    output [tokens, heads, head_dim], contiguous. splits: see splits_for."""
     tokens, heads, head_dim = query.shape
     kv_heads, block_size = shape.kv_heads, shape.block_size
     sequences = len(paged.kv_length)
@@ -83,21 +93,23 @@ def attend(
     keys = 64 if block_size % 64 == 0 and head_dim <= 128 and itemsize < 4 else 32
     tile_bytes = 2 * keys * head_dim * itemsize
     # With 128 registers a thread four programs run on a multiprocessor.
-    registers = {"maxnreg": 128} if is_fp8 and rows == 16 else {}
+    takes_more = is_fp8 or (bias is not None and itemsize < 4)
+    registers = {"maxnreg": 128} if takes_more and rows == 16 else {}
+    relative = BiasArguments.of(bias, rows, heads // kv_heads, keys)
     _attend_kernel[(kv_heads * splits, sequences)](
         query, cache.key, cache.value.view(torch.int16) if is_fp8 else cache.value,
         output, parts, sums,
         paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
         shape.scale * cache.k_scale * LOG2_E, cache.v_scale,
-        *query.stride()[:2], sinks, sink_stride(sinks), tokens, kv_heads, splits,
+        *query.stride()[:2], *relative[:4], sinks, sink_stride(sinks), tokens, kv_heads, splits,
         IS_SPLIT=splits > 1, GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         FIRST=shape.first_position, WINDOW=shape.window, ROWS=rows, KEYS=keys, FP8=is_fp8,
         STAGES=min(max(_TILE_BYTES // tile_bytes, 2), 4),
         ASSEMBLY=query.is_cuda,  # not in Triton's interpreter
+        QUERIES=next_power_of_2(longest) if bias is not None else 0, **relative.constants,
         num_warps=4, **registers, **OPTIONS,
     )  # fmt: skip
     join(output, parts, sums, paged.cu_seqlens, cache.v_scale, sinks)
-    return output
 
 
 def sink_stride(sinks: Tensor | None) -> int:
@@ -204,14 +216,73 @@ def _taken_apart(pair, dtype: tl.constexpr, ASSEMBLY: tl.constexpr):
     return even, odd
 
 
+@triton.jit
+def _attended(
+    state, q, factor, key_cache, value_cache, blocks, kv_head, kv_heads, position, length, begin,
+    stop, end, relative, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr,
+    WINDOW: tl.constexpr, KEYS: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
+    ASSEMBLY: tl.constexpr, QUERIES: tl.constexpr, EXTENT: tl.constexpr, PROFILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """`state` after the keys from `begin`, where a tile begins, to `stop`, behind which others
+    follow up to `end`: the block of the next tile, the largest score [ROWS], the sum of weights
+    [ROWS], and both halves of the weighted values [ROWS, HEAD_DIM / 2]: see the top of the file.
+    factor [ROWS]: of scores. relative: the rows' weights, the bank, each row's query [ROWS], and
+    where the first of these stands; or None."""
+    block, largest, total, result_0, result_1 = state
+    VALUE_DIM: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
+    tile, dim, half = tl.arange(0, KEYS), tl.arange(0, HEAD_DIM), tl.arange(0, HEAD_DIM // 2)
+    k_place = tile[:, None] * (kv_heads * HEAD_DIM) + dim[None, :]
+    v_place = tile[:, None] * (kv_heads * VALUE_DIM) + half[None, :]
+    for first in tl.range(begin, stop, KEYS, num_stages=STAGES):
+        here = (block.to(tl.int64) * BLOCK_SIZE + first % BLOCK_SIZE) * kv_heads + kv_head
+        # the next tile's, so that its keys need not wait for it
+        block = tl.load(blocks + (first + KEYS) // BLOCK_SIZE, mask=first + KEYS < end, other=0)
+        at = first + tile
+        readable = (at < length)[:, None]  # what lies past the end was never written
+        k = tl.load(key_cache + here * HEAD_DIM + k_place, mask=readable, other=0.0)
+        values = value_cache + here * VALUE_DIM + v_place
+        if FP8:
+            pair = tl.load(values, mask=readable, other=0)
+            v_0, v_1 = _taken_apart(pair, q.dtype, ASSEMBLY)
+        else:
+            v_0 = tl.load(values, mask=readable, other=0.0)
+            v_1 = tl.load(values + HEAD_DIM // 2, mask=readable, other=0.0)
+        # full float32 products for float32; other types have no effect from input_precision
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * factor[:, None]
+        if relative is not None:
+            own, bank, query, first_query = relative
+            nearest = first_query - (first + KEYS - 1)
+            scores += biases_of_few(
+                own, bank, query, nearest, QUERIES, KEYS, EXTENT, PROFILES, BLOCK_P
+            )
+        seen = at[None, :] <= position[:, None]
+        if FIRST > 0:
+            seen = seen & (at >= FIRST)[None, :]
+        if WINDOW > 0:
+            seen = seen & (at[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp2(scores - larger[:, None])
+        shrink = tl.exp2(largest - larger)
+        total = total * shrink + tl.sum(weights, 1)
+        w = weights.to(q.dtype)
+        result_0 = tl.dot(w, v_0, result_0 * shrink[:, None], input_precision="ieee")
+        result_1 = tl.dot(w, v_1, result_1 * shrink[:, None], input_precision="ieee")
+        largest = larger
+    return block, largest, total, result_0, result_1
+
+
 @launched(do_not_specialize=["tokens", "splits"])
 def _attend_kernel(
     query, key_cache, value_cache, output, parts, sums,
     cu_seqlens, kv_length, kv_indptr, kv_indices,
-    scale, v_scale, query_stride, query_head_stride, sinks, sink_stride, tokens, kv_heads, splits,
+    scale, v_scale, query_stride, query_head_stride, bias_weights, bank, bias_stride,
+    bias_head_stride, sinks, sink_stride, tokens, kv_heads, splits,
     IS_SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     FIRST: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    FP8: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
+    FP8: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr, QUERIES: tl.constexpr,
+    EXTENT: tl.constexpr, PROFILES: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """A part of the keys of one KV head of one sequence."""
     # the heads of one block lie side by side: who reads them runs side by side
@@ -257,51 +328,36 @@ def _attend_kernel(
         q = (exact / power[:, None]).to(tl.float16)
         factor *= power
 
-    # The values' dims in two halves: see the top of the file.
-    STEP: tl.constexpr = 2 if FP8 else 1
-    half = tl.arange(0, HEAD_DIM // 2)
-    VALUE_DIM: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
-    tile = tl.arange(0, KEYS)
-    k_place = tile[:, None] * (kv_heads * HEAD_DIM) + dim[None, :]
-    v_place = tile[:, None] * (kv_heads * VALUE_DIM) + half[None, :]
     largest = tl.full([ROWS], -1e30, tl.float32)  # a row may see none of these keys
     total = tl.zeros([ROWS], tl.float32)
     if sinks is not None and not IS_SPLIT:
         largest = tl.maximum(largest, load_sinks(sinks, token, head, row_inside, sink_stride))
         total += 1.0
-    result_0 = tl.zeros([ROWS, HEAD_DIM // 2], tl.float32)
-    result_1 = tl.zeros([ROWS, HEAD_DIM // 2], tl.float32)
-    for first in tl.range(begin, end, KEYS, num_stages=STAGES):
-        here = (block.to(tl.int64) * BLOCK_SIZE + first % BLOCK_SIZE) * kv_heads + kv_head
-        # the next tile's, so that its keys need not wait for it
-        block = tl.load(blocks + (first + KEYS) // BLOCK_SIZE, mask=first + KEYS < end, other=0)
-        at = first + tile
-        readable = (at < length)[:, None]  # what lies past the end was never written
-        k = tl.load(key_cache + here * HEAD_DIM + k_place, mask=readable, other=0.0)
-        values = value_cache + here * VALUE_DIM + v_place
-        if FP8:
-            pair = tl.load(values, mask=readable, other=0)
-            v_0, v_1 = _taken_apart(pair, q.dtype, ASSEMBLY)
-        else:
-            v_0 = tl.load(values, mask=readable, other=0.0)
-            v_1 = tl.load(values + HEAD_DIM // 2, mask=readable, other=0.0)
-        # full float32 products for float32; other types have no effect from input_precision
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * factor[:, None]
-        seen = at[None, :] <= position[:, None]
-        if FIRST > 0:
-            seen = seen & (at >= FIRST)[None, :]
-        if WINDOW > 0:
-            seen = seen & (at[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, 1))
-        weights = tl.exp2(scores - larger[:, None])
-        shrink = tl.exp2(largest - larger)
-        total = total * shrink + tl.sum(weights, 1)
-        w = weights.to(q.dtype)
-        result_0 = tl.dot(w, v_0, result_0 * shrink[:, None], input_precision="ieee")
-        result_1 = tl.dot(w, v_1, result_1 * shrink[:, None], input_precision="ieee")
-        largest = larger
+    result = tl.zeros([ROWS, HEAD_DIM // 2], tl.float32)
+    state = block, largest, total, result, result
+    near = begin
+    if EXTENT > 0:
+        near = tl.maximum(length - queries - EXTENT + 1, 0) // KEYS * KEYS
+        near = tl.minimum(tl.maximum(near, begin), end)
+        state = _attended(
+            state, q, factor, key_cache, value_cache, blocks, kv_head, kv_heads, position, length,
+            begin, near, end, None, HEAD_DIM, BLOCK_SIZE, FIRST, WINDOW, KEYS, FP8, STAGES,
+            ASSEMBLY, QUERIES, EXTENT, PROFILES, BLOCK_P,
+        )  # fmt: skip
+    relative = None
+    if EXTENT > 0:
+        own = load_weights(
+            bias_weights, token, head, row_inside, bias_stride, bias_head_stride, PROFILES, BLOCK_P
+        )
+        relative = own, bank, row // GROUP, length - queries
+    _, largest, total, result_0, result_1 = _attended(
+        state, q, factor, key_cache, value_cache, blocks, kv_head, kv_heads, position, length,
+        near, end, end, relative, HEAD_DIM, BLOCK_SIZE, FIRST, WINDOW, KEYS, FP8, STAGES,
+        ASSEMBLY, QUERIES, EXTENT, PROFILES, BLOCK_P,
+    )  # fmt: skip
 
+    STEP: tl.constexpr = 2 if FP8 else 1
+    half = tl.arange(0, HEAD_DIM // 2)
     written = row_inside[:, None]
     if IS_SPLIT:
         at = (split * tl.cast(tokens, tl.int64) + token) * (kv_heads * GROUP) + head

@@ -14,6 +14,7 @@ import triton.language as tl
 from megatron_hybrid.kernels.dependent_launch import ENABLED, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.paged_attention.triton_bias import biases, load_weights
+from megatron_hybrid.kernels.paged_attention.triton_kv_tiles import block_of, load_kv
 from megatron_hybrid.kernels.paged_attention.triton_sinks import with_sinks
 
 # Sequences that are searched at the same time.
@@ -68,19 +69,6 @@ def _finished(total, result, v_scale, dtype: tl.constexpr):
     factor = tl.div_rn(tl.zeros_like(total) + v_scale, tl.where(total != 0.0, total, 1.0))
     result = result * factor[:, None]
     return tl.where(result != 0.0, result, 0.0).to(dtype)
-
-
-@triton.jit
-def _block_of(
-    blocks, first, end, FIRST: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Of a tile, or of each of its keys; of those from `end` on block 0."""
-    if WHOLE:
-        return tl.load(blocks + (FIRST + first) // BLOCK_SIZE, mask=first < end, other=0)
-    else:
-        at = first + tl.arange(0, KEYS)
-        return tl.load(blocks + (FIRST + at) // BLOCK_SIZE, mask=at < end, other=0)
 
 
 @triton.jit
@@ -139,37 +127,21 @@ def _attended(
     weights, the bank, each row's query of those in the tile [ROWS], and where the first of these
     stands; or None."""
     most, total, result, m, sums, part = state
-    tile, dim = tl.arange(0, KEYS), tl.arange(0, DIMS)
+    tile = tl.arange(0, KEYS)
     ones = tl.full((KEYS, _ONES), 1.0, q.dtype)
-    place = tile[:, None] * (kv_heads * HEAD_DIM) + dim[None, :]
-    block = _block_of(blocks, begin, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
+    block = block_of(blocks, begin, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
     # Two loops, since a condition in one would make the products wait for each other.
     for split in tl.range(begin // SPLIT, tl.cdiv(end, SPLIT), num_stages=1):
         own_begin = tl.maximum(begin, split * SPLIT)
         own_end = tl.minimum(end, (split + 1) * SPLIT)
         for first in tl.range(own_begin, own_end, KEYS, num_stages=STAGES):
             at = first + tile
-            if key_tiles is not None:
-                row = block.to(tl.int32) * BLOCK_SIZE + (FIRST + first) % BLOCK_SIZE
-                k = key_tiles.load([row, kv_head * HEAD_DIM])
-                v = value_tiles.load([row, kv_head * HEAD_DIM])
-            else:
-                if WHOLE:
-                    row = block.to(tl.int64) * BLOCK_SIZE + (FIRST + first) % BLOCK_SIZE
-                    where = (row * kv_heads + kv_head) * HEAD_DIM + place
-                else:
-                    row = block.to(tl.int64) * BLOCK_SIZE + (FIRST + at) % BLOCK_SIZE
-                    where = ((row * kv_heads + kv_head) * HEAD_DIM)[:, None] + dim[None, :]
-                if MASKED or DIMS > HEAD_DIM:
-                    # what lies past the end was never written: it is not read
-                    readable = (at < end)[:, None] & (dim < HEAD_DIM)[None, :]
-                    k = tl.load(key_cache + where, mask=readable, other=0.0)
-                    v = tl.load(value_cache + where, mask=readable, other=0.0)
-                else:
-                    k = tl.load(key_cache + where)
-                    v = tl.load(value_cache + where)
+            k, v = load_kv(
+                key_cache, value_cache, key_tiles, value_tiles, block, kv_head, kv_heads, first,
+                end, MASKED, KEYS, HEAD_DIM, DIMS, BLOCK_SIZE, FIRST, WHOLE,
+            )  # fmt: skip
             # the next tile's, so that its keys need not wait for it
-            block = _block_of(blocks, first + KEYS, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
+            block = block_of(blocks, first + KEYS, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
             # full float32 products for float32; other types have no effect from input_precision
             k, v = _as_numbers(k, q.dtype), _as_numbers(v, q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
