@@ -51,6 +51,7 @@ _ITEMS = 4  # splits that a multiprocessor is to have, of many sequences
 _FEW = 8  # sequences: their splits are so many that each multiprocessor has one
 _WIDE = 64  # rows of Hopper's wider products
 _ROWS, _KEYS = 32, 64  # of a tile of decodes
+_REGISTERS = 1 << 16  # of a multiprocessor
 _JOINED_ROWS, _JOINED_DIMS = 2, 128  # of a program
 _JOINED_SPLITS = 32, 8  # at the same time, of few sequences and of many
 
@@ -91,6 +92,11 @@ def decode_tile(shape: AttentionShape, device: torch.device) -> tuple[int, Tile]
 def _padded(dims: int) -> int:
     """Columns of a tile with so many numbers."""
     return max(next_power_of_2(dims), 16)
+
+
+def _programs_at_once(tile: Tile) -> int:
+    """On a multiprocessor, by their registers."""
+    return max(1, _REGISTERS // (32 * tile.warps * (tile.registers or 256)))
 
 
 def _is_read_by_pairs(shape: AttentionShape) -> bool:
@@ -238,7 +244,7 @@ class TritonLatentAttention:
             split = cdiv(max(split, _KEYS_A_ROW * places), keys) * keys
         sizes = count, room, places, split, plan.wanted
         programs = items * cdiv(places, tile.rows)
-        programs = min(programs, processors(device) * (2 if tile.warps <= 4 else 1))
+        programs = min(programs, processors(device) * _programs_at_once(tile))
         pairs = not self._folds and _is_read_by_pairs(shape)
         latents = cache.key.view(torch.int16) if pairs else cache.key
         decode_kernel[(programs,)](

@@ -37,12 +37,14 @@ _RAISED = tl.constexpr(15.0)
 @triton.jit
 def _in_half(q, t):
     """Queries [ROWS, DIMS], [ROWS, TURNED_DIMS] in float16, and by what each row was divided for it
-    [ROWS]: the power of two below its largest number, which is an exponent alone."""
+    [ROWS]: the power of two below its largest number, which is an exponent alone. (Of the largest
+    power the inverse would be no normal number.)"""
     q, t = q.to(tl.float32), t.to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(q), 1), tl.max(tl.abs(t), 1))
-    power = largest.to(tl.int32, bitcast=True) & 0x7F800000
+    power = tl.minimum(largest.to(tl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
     power = tl.where(power == 0, 1.0, power.to(tl.float32, bitcast=True))
-    return (q / power[:, None]).to(tl.float16), (t / power[:, None]).to(tl.float16), power
+    inverse = (1.0 / power)[:, None]
+    return (q * inverse).to(tl.float16), (t * inverse).to(tl.float16), power
 
 
 @triton.jit
@@ -57,10 +59,10 @@ def _loaded(where, readable, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     dim = tl.arange(0, PADDED)
     if PADDED > WIDTH:
         return tl.load(
-            where + dim[None, :], mask=readable[:, None] & (dim < WIDTH)[None, :], other=0
+            where + dim[None, :], mask=readable[:, None] & (dim < WIDTH)[None, :], other=0.0
         )
     else:
-        return tl.load(where + dim[None, :], mask=readable[:, None], other=0)
+        return tl.load(where + dim[None, :], mask=readable[:, None], other=0.0)
 
 
 @triton.jit
