@@ -291,7 +291,7 @@ class TritonLatentAttention:
         """For decodes of so many rows."""
         own = default_tile(shape, True, device) if self._folds else decode_tile(shape, device)
         keys, tile = self._keys or own[0], self._decodes or own[1]
-        if self._decodes is None and tile.rows < _WIDE:  # which some products need
+        if self._decodes is None:
             tile = tile._replace(rows=min(max(next_power_of_2(places), 16), tile.rows))
         return keys, tile
 

@@ -142,27 +142,31 @@ def join_splits(
 ):  # fmt: skip
     """The results that decode_kernel left of one row of so many splits, SPLITS at a time, and PART
     of their numbers, into `output`, from `place` on."""
+    several = tl.arange(0, 8 * SPLITS)
+    most = tl.full((8 * SPLITS,), _LEAST, tl.float32)
+    total = tl.zeros((8 * SPLITS,), tl.float32)
+    for first in range(0, splits, 8 * SPLITS):
+        at = (item + first + several).to(tl.int64) * places + row
+        here = inside & (first + several < splits)
+        own = tl.load(sums + 2 * at, mask=here, other=_LEAST)
+        weight = tl.load(sums + 2 * at + 1, mask=here, other=0.0)
+        larger = tl.maximum(most, own)
+        total = total * tl.exp2(most - larger) + weight * tl.exp2(own - larger)
+        most = larger
+    largest = tl.max(most, 0)
+    total = tl.sum(total * tl.exp2(most - largest), 0)
     split = tl.arange(0, SPLITS)
     dim = tl.program_id(2) * PART + tl.arange(0, PART)
-    most = tl.full((SPLITS,), _LEAST, tl.float32)
-    for first in range(0, splits, SPLITS):
-        at = (item + first + split).to(tl.int64) * places + row
-        here = inside & (first + split < splits)
-        most = tl.maximum(most, tl.load(sums + 2 * at, mask=here, other=_LEAST))
-    largest = tl.max(most, 0)
-    total = tl.zeros((SPLITS,), tl.float32)
     result = tl.zeros((PART,), tl.float32)
     for first in range(0, splits, SPLITS):
         at = (item + first + split).to(tl.int64) * places + row
         here = inside & (first + split < splits)
-        most = tl.load(sums + 2 * at, mask=here, other=_LEAST)
-        factor = tl.exp2(most - largest)
-        total += tl.load(sums + 2 * at + 1, mask=here, other=0.0) * factor
+        factor = tl.exp2(tl.load(sums + 2 * at, mask=here, other=_LEAST) - largest)
         part = tl.load(
             parts + (at * LATENT)[:, None] + dim[None, :],
             mask=here[:, None] & (dim < LATENT)[None, :],
             other=0.0,
         )
         result += tl.sum(part * factor[:, None], 0)
-    result = _finished(tl.sum(total, 0)[None], result[None, :], v_scale, output.dtype.element_ty)
+    result = _finished(total[None], result[None, :], v_scale, output.dtype.element_ty)
     tl.store(output + place + dim[None, :], result, mask=inside & (dim < LATENT)[None, :])
