@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -106,6 +107,73 @@ def test_the_first_positions_may_be_hidden(batch_invariant: bool) -> None:
 @BOTH
 def test_fp8_latents_are_attended_to_as_they_are_stored(batch_invariant: bool) -> None:
     check(small(batch_invariant), rope, MIXED, latent_shape(kv_dtype=FP8), decodes=3)
+
+
+@A_THIRD
+@pytest.mark.usefixtures("dots_in_order")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("latent", "turned", "block_size"), usually([(16, 8, 4), (15, 4, 16)],
+    [(16, 8, 4), (20, 6, 16), (24, 0, 3), (15, 4, 4), (31, 0, 16)]),
+)  # fmt: skip
+def test_decodes_read_two_fp8_numbers_as_one(
+    latent: int, turned: int, block_size: int, dtype: torch.dtype
+) -> None:
+    """If there are two: latents of odd sizes are read as others are."""
+    shape = latent_shape(3, latent, turned, block_size, dtype, kv_dtype=FP8)
+    tolerance = 5e-3 if dtype == torch.float16 else 4e-2
+    for first in (0, 3):
+        moved = replace(shape, first_position=first)
+        lengths: Lengths = [(n, keys + first) for n, keys in MIXED]
+        check(small(False), rope, lengths, moved, decodes=8, tolerance=tolerance, turns=turned > 0)
+
+
+@pytest.mark.usefixtures("dots_in_order")
+def test_queries_of_any_size_meet_fp8_latents() -> None:
+    """Which are multiplied in float16: those times a power of two give the same to the bit."""
+    shape = latent_shape(3, 16, 8, 4, torch.bfloat16, kv_dtype=FP8)
+
+    def found(size: float, scale: float) -> torch.Tensor:
+        step = latent_step([(1, 100), (2, 65)], replace(shape, scale=scale), decodes=2)
+        return attended(small(False), rope, replace(step, query=step.query * size))
+
+    for size in (2.0**-40, 2.0**40):
+        assert torch.equal(found(size, shape.scale / size), found(1.0, shape.scale))
+    assert found(0.0, shape.scale).isfinite().all()
+
+
+def test_small_weights_of_fp8_latents_count() -> None:
+    """One key has nearly all the weight, and the others 2^-26 of it each, which float16 has not;
+    but what is added up they alone have."""
+    shape = latent_shape(2, 16, 8, 16, torch.float16, kv_dtype=FP8)
+    step = latent_step([(1, 300)], shape, decodes=1)
+    rows = torch.zeros(step.cache.key.shape)
+    rows[..., 1] = 448.0
+    first = rows[int(step.paged.kv_indices[0]), 0, 0]
+    first[0], first[1] = 1.0, 0.0
+    step.cache.key.copy_(rows)
+    step.weights.both.zero_()
+    step.weights.key[:, 0, 0] = 1.0
+    step.weights.value[:, 0, 1] = 1.0
+    step.query.zero_()
+    step.query[..., 0] = 26 * math.log(2) / (shape.scale * step.cache.k_scale)
+    attention = small(False)
+    plan = attention.plan(step.paged, shape)
+    found = attention.attend(step.query, step.weights, step.cache, plan)[0, :, 0].double()
+    expected = torch.full_like(found, 299 * 2.0**-26 * 448 * step.cache.k_scale)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[(1, 1300), (3, 70), (2, 1100)], [(1, 300), (2, 290), *[(1, 9)] * 6, (5, 300)]]
+)
+def test_splits_are_joined_some_at_a_time(
+    lengths: Lengths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than that, of few sequences and of many."""
+    monkeypatch.setattr(triton, "processors", lambda device: 64)
+    monkeypatch.setattr(triton, "_KEYS_A_ROW", 0)
+    check(small(False), rope, lengths, decodes=len(lengths))
 
 
 @pytest.mark.usefixtures("dots_in_order")

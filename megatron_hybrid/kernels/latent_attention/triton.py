@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedSequences
+from megatron_hybrid.kernels.contract import FP8, AttentionShape, KVCache, PagedSequences
 from megatron_hybrid.kernels.dependent_launch import OPTIONS
 from megatron_hybrid.kernels.devices import processors, stages_that_fit
 from megatron_hybrid.kernels.latent_attention import triton_expanded as expanded
@@ -50,7 +50,10 @@ _KEYS_A_ROW = 4  # and so many for each row that a split has results of
 _ITEMS = 4  # splits that a multiprocessor is to have, of many sequences
 _FEW = 8  # sequences: their splits are so many that each multiprocessor has one
 _WIDE = 64  # rows of Hopper's wider products
+_ROWS, _KEYS = 32, 64  # of a tile of decodes
+_REGISTERS = 1 << 16  # of a multiprocessor
 _JOINED_ROWS, _JOINED_DIMS = 2, 128  # of a program
+_JOINED_SPLITS = 32, 8  # at the same time, of few sequences and of many
 
 
 def default_tile(shape: AttentionShape, folds: bool, device: torch.device) -> tuple[int, Tile]:
@@ -69,6 +72,38 @@ def default_tile(shape: AttentionShape, folds: bool, device: torch.device) -> tu
     if stages_that_fit(2, 64 * row, device) == 2:
         return 64, Tile(32, 8, 1 + stages_that_fit(2, 80 * row, device))
     return 32, Tile(32, 8, 2)
+
+
+def decode_tile(shape: AttentionShape, device: torch.device) -> tuple[int, Tile]:
+    """As default_tile, for decodes outside of batch-invariant mode: of four warps, so that queries
+    are read from shared memory by few of them, and two programs on each multiprocessor, one of
+    which computes while the other waits."""
+    if shape.dtype != torch.float32:
+        assert shape.value_dim is not None
+        dims = _padded(shape.value_dim) + _padded(shape.head_dim - shape.value_dim)
+        rows = _ROWS * (dims + _KEYS) * shape.dtype.itemsize  # of queries and of weights
+        for stages in (3, 2):
+            ahead = (stages - 1) * _KEYS * dims * shape.kv_dtype.itemsize
+            if stages_that_fit(2, rows + ahead, device) == 2:
+                return _KEYS, Tile(_ROWS, 4, stages)
+    return default_tile(shape, False, device)
+
+
+def _padded(dims: int) -> int:
+    """Columns of a tile with so many numbers."""
+    return max(next_power_of_2(dims), 16)
+
+
+def _programs_at_once(tile: Tile) -> int:
+    """On a multiprocessor, by their registers."""
+    return max(1, _REGISTERS // (32 * tile.warps * (tile.registers or 256)))
+
+
+def _is_read_by_pairs(shape: AttentionShape) -> bool:
+    """Whether decodes read two FP8 numbers as one of 16 bits: see triton_decode."""
+    assert shape.value_dim is not None
+    is_even = shape.value_dim % 2 == shape.head_dim % 2 == 0
+    return shape.kv_dtype == FP8 and shape.dtype != torch.float32 and is_even
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +233,7 @@ class TritonLatentAttention:
         paged, shape, longest = inner.paged, inner.shape, inner.longest
         count, device, latent = paged.num_decodes, query.device, query.shape[2]
         places = longest * shape.heads
-        keys, tile = self._tile(shape, device)
-        if tile.rows < _WIDE:  # which some products need
-            tile = tile._replace(rows=min(max(next_power_of_2(places), 16), tile.rows))
-        tile = self._decodes or tile
+        keys, tile = self._decode_tile(shape, places, device)
         items = inner.items if self._folds else min(inner.items, plan.wanted + count)
         room = min(self._workspace_bytes // (4 * places * (latent + 2)), items * inner.joins)
         parts = query.new_empty((room, places, latent), dtype=torch.float32)
@@ -211,21 +243,25 @@ class TritonLatentAttention:
         if not self._folds:
             split = cdiv(max(split, _KEYS_A_ROW * places), keys) * keys
         sizes = count, room, places, split, plan.wanted
-        programs = min(items * cdiv(places, tile.rows), processors(device))
+        programs = items * cdiv(places, tile.rows)
+        programs = min(programs, processors(device) * _programs_at_once(tile))
+        pairs = not self._folds and _is_read_by_pairs(shape)
+        latents = cache.key.view(torch.int16) if pairs else cache.key
         decode_kernel[(programs,)](
-            query, turned, cache.key, output, parts, sums,
+            query, turned, latents, output, parts, sums,
             paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
             shape.scale * cache.k_scale * LOG2_E, cache.k_scale, *turned.stride()[:2], *sizes,
             **constants, **self._inner(shape, keys), ROWS=tile.rows, STAGES=tile.stages,
-            **tile.options, **OPTIONS,
+            PAIRS=pairs, **tile.options, **OPTIONS,
         )  # fmt: skip
         if room:
             part = min(constants.pop("DIMS"), _JOINED_DIMS if count <= _FEW else 512)
-            grid = count, cdiv(places, _JOINED_ROWS), cdiv(latent, part)
+            rows = _JOINED_ROWS if self._folds else 1
+            grid = count, cdiv(places, rows), cdiv(latent, part)
             join_kernel[grid](
                 output, parts, sums, paged.cu_seqlens, paged.kv_length, paged.kv_indptr,
-                cache.k_scale, *sizes, **constants, ROWS=_JOINED_ROWS, PART=part, num_warps=4,
-                **OPTIONS,
+                cache.k_scale, *sizes, **constants, ROWS=rows, PART=part,
+                SPLITS=_JOINED_SPLITS[count > _FEW], num_warps=4, **OPTIONS,
             )  # fmt: skip
 
     def _attend_prompts(
@@ -249,6 +285,16 @@ class TritonLatentAttention:
         keys, tile = default_tile(shape, self._folds, device)
         return self._keys or keys, tile
 
+    def _decode_tile(
+        self, shape: AttentionShape, places: int, device: torch.device
+    ) -> tuple[int, Tile]:
+        """For decodes of so many rows."""
+        own = default_tile(shape, True, device) if self._folds else decode_tile(shape, device)
+        keys, tile = self._keys or own[0], self._decodes or own[1]
+        if self._decodes is None:
+            tile = tile._replace(rows=min(max(next_power_of_2(places), 16), tile.rows))
+        return keys, tile
+
     def _constants(self, shape: AttentionShape, keys: int) -> dict[str, Any]:
         """Of all kernels but `_inner`'s."""
         assert shape.value_dim is not None
@@ -257,7 +303,7 @@ class TritonLatentAttention:
             "FOLDS": self._folds,
             "KEYS": keys,
             "LATENT": shape.value_dim,
-            "DIMS": max(next_power_of_2(shape.value_dim), 16),
+            "DIMS": _padded(shape.value_dim),
             "BLOCK_SIZE": shape.block_size,
             "FIRST": shape.first_position,
         }
@@ -268,6 +314,6 @@ class TritonLatentAttention:
         turned = shape.head_dim - shape.value_dim
         return {
             "TURNED": turned,
-            "TURNED_DIMS": max(next_power_of_2(turned), 16),
+            "TURNED_DIMS": _padded(turned),
             "WHOLE": shape.block_size % keys == 0 and shape.first_position % keys == 0,
         }

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from megatron_hybrid.kernels.dependent_launch import let_next_start, wait_for_inputs
+from megatron_hybrid.kernels.latent_attention.triton_decode import attended, join_splits
 from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.paged_attention.triton_kv_tiles import block_of
 from megatron_hybrid.kernels.paged_attention.triton_split_kernels import (
@@ -167,9 +168,10 @@ def decode_kernel(
     HEADS: tl.constexpr, FOLDS: tl.constexpr, KEYS: tl.constexpr, LATENT: tl.constexpr,
     DIMS: tl.constexpr, TURNED: tl.constexpr, TURNED_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     FIRST: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """As that of paged_attention, of one KV head. Unless FOLDS, a sequence's splits are as long as
-    each other: there are as many as there would be of `split` keys."""
+    each other: there are as many as there would be of `split` keys. PAIRS: see triton_decode."""
     tiles = tl.cdiv(places, ROWS)
     blocks_before = tl.load(kv_indptr + sequences).to(tl.int64)
     split = _split_of(split, wanted, blocks_before, FOLDS, KEYS, BLOCK_SIZE)
@@ -208,13 +210,20 @@ def decode_kernel(
                 query, turned, token, head, inside, turned_stride, turned_head_stride, HEADS,
                 LATENT, DIMS, TURNED, TURNED_DIMS,
             )  # fmt: skip
-            # Keys that the first row sees, and so all others.
-            seen = tl.maximum(length - queries + tile * ROWS // HEADS + 1, 0) // KEYS * KEYS
-            most, total, result = _all_keys(
-                q, t, latents, kv_indices + first_block, length - queries + row // HEADS, begin,
-                seen, end, split, scale, FOLDS, ROWS, KEYS, LATENT, DIMS, TURNED, TURNED_DIMS,
-                BLOCK_SIZE, FIRST, WHOLE, STAGES,
-            )  # fmt: skip
+            position = length - queries + row // HEADS
+            if FOLDS:
+                # Keys that the first row sees, and so all others.
+                seen = tl.maximum(length - queries + tile * ROWS // HEADS + 1, 0) // KEYS * KEYS
+                most, total, result = _all_keys(
+                    q, t, latents, kv_indices + first_block, position, begin, seen, end, split,
+                    scale, FOLDS, ROWS, KEYS, LATENT, DIMS, TURNED, TURNED_DIMS, BLOCK_SIZE, FIRST,
+                    WHOLE, STAGES,
+                )  # fmt: skip
+            else:
+                most, total, result = attended(
+                    q, t, latents, kv_indices + first_block, position, begin, end, scale, PAIRS,
+                    ROWS, KEYS, LATENT, DIMS, TURNED, TURNED_DIMS, BLOCK_SIZE, FIRST, WHOLE, STAGES,
+                )  # fmt: skip
             dim = tl.arange(0, DIMS)
             written = inside[:, None] & (dim < LATENT)[None, :]
             if alone:
@@ -236,9 +245,10 @@ def join_kernel(
     output, parts, sums, cu_seqlens, kv_length, kv_indptr, v_scale, sequences, room, places, split,
     wanted, HEADS: tl.constexpr, FOLDS: tl.constexpr, KEYS: tl.constexpr, LATENT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     """The splits that decode_kernel left in `parts` and `sums`, of ROWS rows of a sequence and PART
-    of their numbers."""
+    of their numbers. Unless FOLDS, of one row, SPLITS at a time."""
     blocks_before = tl.load(kv_indptr + sequences).to(tl.int64)
     split = _split_of(split, wanted, blocks_before, FOLDS, KEYS, BLOCK_SIZE)
     sequence = tl.program_id(0)
@@ -252,6 +262,14 @@ def join_kernel(
     wait_for_inputs()
     let_next_start()
     if (splits <= 1) | (end_item > room):
+        return
+    if not FOLDS:
+        row = tl.program_id(1)
+        place = ((first_token + row // HEADS) * HEADS + row % HEADS) * LATENT
+        join_splits(
+            output, parts, sums, item, splits, places, row, place, row < queries * HEADS, v_scale,
+            LATENT, SPLITS, PART,
+        )  # fmt: skip
         return
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = row < queries * HEADS
