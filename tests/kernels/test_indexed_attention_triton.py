@@ -121,7 +121,8 @@ def test_what_fits_the_budget_is_left_to_attention_without_an_index() -> None:
     assert asked == [1]
 
 
-def test_equal_scores_are_chosen_as_by_the_reference() -> None:
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_equal_scores_are_chosen_as_by_the_reference(block: int) -> None:
     """Many are: a few values, of both signs, and both zeros."""
     generator = torch.Generator().manual_seed(2)
     scores = torch.randint(-3, 3, (4, 90), generator=generator).float() / 2
@@ -130,8 +131,8 @@ def test_equal_scores_are_chosen_as_by_the_reference() -> None:
     paged = rows_of(lengths)
     chosen = torch.full((4, 7), -5, dtype=torch.int32)
     choose_kernel[(4,)](
-        scores, chosen, paged.cu_seqlens, paged.kv_length, 0, 4, scores.shape[1],
-        GROUP=2, CHOSEN=7, BLOCK=32, num_warps=4,
+        scores, chosen, None, paged.cu_seqlens, paged.kv_length, 0, 4, scores.shape[1], 0,
+        GROUP=2, CHOSEN=7, BLOCK=block, FEW=32, num_warps=4,
     )  # fmt: skip
     found = reference.chosen_groups(scores, torch.tensor(lengths) // 2, 7)
     for own, wanted in zip(chosen.tolist(), found.tolist(), strict=True):

@@ -5,6 +5,12 @@ of them; the choice, a list of groups in their order; and the tokens in those, w
 are gathered by the block table. The query heads of a KV head are the rows of a tile. So what is
 read of a long sequence is one key a group, and no more keys and values than the budget.
 
+Neighbouring tokens of a prompt are computed together, outside of batch-invariant mode. A tile has
+as many tokens as its rows have room for, at least two; a kernel lists the groups that any of them
+has chosen, with a bit for each one that has, and their keys and values are gathered once. Who
+chooses alike shares all; where all choices differ, as many tokens share a key as would by chance,
+in a text that is not much longer than the budget nearly all. Scores are products of tiles, too.
+
 Where a step has few tokens, the groups of each are split over programs, and what it attends to,
 too: the parts are put together by a second kernel. In batch-invariant mode the latter is not: a
 token's bits are those of one program, whatever is beside it.
@@ -37,6 +43,11 @@ from megatron_hybrid.kernels.indexed_attention.triton_index_kernels import (
     store_kernel,
     turn_kernel,
 )
+from megatron_hybrid.kernels.indexed_attention.triton_prompt_kernels import (
+    attend_tiles_kernel,
+    score_tiles_kernel,
+    share_kernel,
+)
 from megatron_hybrid.kernels.latent_attention.protocol import LatentAttention, LatentWeights
 from megatron_hybrid.kernels.latent_attention.triton_prepare import by_head
 from megatron_hybrid.kernels.launching import are_compiled_ahead, cdiv, next_power_of_2
@@ -48,17 +59,34 @@ from megatron_hybrid.kernels.protocols import Plan
 _LEAST_SPLIT = 128  # keys of a part
 _PROGRAMS = 4  # of a multiprocessor
 _GROUPS = 64  # of a tile
-_SCANNED = 1024  # scores that are looked at together
+_MOST_QUERIES = 32  # of a tile: bits of a number
+_SHARED = 1024  # groups that are listed at a time
+# Groups whose scores are kept in registers, and by how many warps; of texts of any length.
+_CHOICES = {2048: 2, 8192: 8, 32768: 16}
 _SCORES = 1 << 24  # numbers: of as many tokens as are chosen for at once
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """Of attention to what is chosen."""
 
     rows: int  # heads
     warps: int
     keys: int
     stages: int
+
+
+class _Prompts(NamedTuple):
+    """The last tokens of a step."""
+
+    first: int  # token
+    queries: int  # of a tile
+
+
+class _Shared(NamedTuple):
+    """What the tokens of tiles see: see triton_prompt_kernels.py."""
+
+    entries: Tensor  # [tiles, 2, entries] int32
+    counts: Tensor  # [tiles, 2] int32
 
 
 @dataclass(slots=True)
@@ -70,7 +98,9 @@ class IndexedPlan:
     shape: AttentionShape
     index: IndexShape
     room: int  # groups of the longest sequence, or more
+    prompts: _Prompts | None  # whose tokens are computed by tiles
     chosen: Tensor | None = None  # [tokens, index.chosen] int32; None: all is seen
+    shared: _Shared | None = None  # by the tokens of the prompts' tiles
 
 
 class TritonIndexedAttention:
@@ -83,11 +113,13 @@ class TritonIndexedAttention:
         batch_invariant: bool = False,
         *,
         scores: int = _SCORES,
+        prompts: Tile | None = None,
     ) -> None:
-        """`attention`, `latent_attention`: without an index. `scores`: as many are kept at once."""
+        """`attention`, `latent_attention`: without an index. `scores`: as many are kept at once.
+        `prompts`: how their tiles are computed (None: as suits the shape)."""
         self._attention, self._latent_attention = attention, latent_attention
         self._splits = not batch_invariant  # what is beside a token may count
-        self._scores = scores
+        self._scores, self._prompts = scores, prompts
 
     def plan(self, paged: PagedSequences, shape: AttentionShape, every: Plan) -> IndexedPlan:
         """As in IndexedAttention."""
@@ -97,7 +129,20 @@ class TritonIndexedAttention:
         longest = int(paged.host.kv_length.max(initial=1))
         if paged.static:
             longest = (paged.most_blocks or len(paged.kv_indices)) * shape.block_size
-        return IndexedPlan(every, paged, shape, index, longest // index.group)
+        prompts = self._tiles_of(paged, shape)
+        return IndexedPlan(every, paged, shape, index, longest // index.group, prompts)
+
+    def _tiles_of(self, paged: PagedSequences, shape: AttentionShape) -> _Prompts | None:
+        """Of prompts, where tokens may share their keys, and are enough to keep the device busy."""
+        if not self._splits or paged.static:
+            return None
+        first = int(paged.host.cu_seqlens[paged.num_decodes])
+        heads = shape.heads // shape.kv_heads
+        queries = min(self._prompt_tile(shape).rows // heads, _MOST_QUERIES)
+        programs = (len(paged.kv_slot) - first) // max(queries, 1) * shape.kv_heads
+        if queries < 2 or programs < processors(paged.kv_slot.device):
+            return None
+        return _Prompts(first, queries)
 
     def turn(self, query: Tensor, norm: IndexNorm, positions: Tensor) -> Tensor:
         """As in IndexedAttention."""
@@ -135,34 +180,115 @@ class TritonIndexedAttention:
     ) -> None:
         """As in IndexedAttention."""
         assert cache.index is not None
-        index, paged, tokens = plan.index, plan.paged, len(query)
-        plan.chosen = None
+        index, tokens = plan.index, len(query)
+        plan.chosen = plan.shared = None
         fits = self._splits and plan.room <= index.chosen and not are_compiled_ahead()
         if not tokens or fits:
             return
         plan.chosen = torch.empty((tokens, index.chosen), dtype=torch.int32, device=query.device)
-        query = query.contiguous()
-        rows = min(max(self._scores // max(plan.room, 1), 1), tokens)
-        scores = torch.empty((rows, max(plan.room, 1)), dtype=torch.float32, device=query.device)
-        tables = paged.cu_seqlens, paged.kv_length
-        of_index = {"GROUP": index.group, "CHOSEN": index.chosen}
-        for first in range(0, tokens, rows):
-            count = min(rows, tokens - first)
-            programs = _PROGRAMS * processors(query.device) // count
-            parts = max(1, min(programs, cdiv(plan.room, _GROUPS)))
-            score_kernel[(count, parts)](
-                query, weights, cache.index, scores, *tables, paged.kv_indptr, paged.kv_indices,
-                first, len(paged.kv_length), plan.room,
-                0 if weights is None else weights.stride(0), query.stride(0),
-                HEADS=index.heads, DIM=index.dim, WIDTH=cache.index.shape[2],
-                BLOCK_SIZE=plan.shape.block_size, ROWS=max(next_power_of_2(index.heads), 16),
-                DIMS=max(next_power_of_2(index.dim), 16), GROUPS=_GROUPS, STAGES=2,
-                num_warps=4, **of_index, **OPTIONS,
+        query, prompts = query.contiguous(), plan.prompts
+        most = min(max(self._scores // max(plan.room, 1), 1), tokens)
+        scores = torch.empty((most, max(plan.room, 1)), dtype=torch.float32, device=query.device)
+        alone = tokens if prompts is None else prompts.first
+        for first in range(0, alone, most):
+            rows = min(most, alone - first)
+            self._score(query, weights, cache, plan, scores, first, rows)
+            self._choose(scores, None, plan, first, rows)
+        if prompts is None:
+            return
+        most = max(most // prompts.queries, 1) * prompts.queries
+        if most > len(scores):
+            scores = scores.new_empty(most, scores.shape[1])
+        bits = torch.empty((most, cdiv(plan.room, 32)), dtype=torch.int32, device=query.device)
+        tiles, size = cdiv(tokens - alone, prompts.queries), index.chosen + index.group
+        entries = bits.new_empty(tiles, 2, prompts.queries * size)
+        plan.shared = _Shared(entries, bits.new_empty(tiles, 2))
+        for first in range(alone, tokens, most):
+            rows = min(most, tokens - first)
+            self._score_tiles(query, weights, cache, plan, scores, first, rows)
+            self._choose(scores, bits, plan, first, rows)
+            self._share(bits, plan, prompts, plan.shared, first, rows)
+
+    def _score(
+        self,
+        query: Tensor,
+        weights: Tensor | None,
+        cache: KVCache,
+        plan: IndexedPlan,
+        scores: Tensor,
+        first: int,
+        rows: int,
+    ) -> None:
+        """Of so many tokens from `first` on, each by itself."""
+        index, paged = plan.index, plan.paged
+        assert cache.index is not None
+        programs = _PROGRAMS * processors(query.device) // rows
+        parts = max(1, min(programs, cdiv(plan.room, _GROUPS)))
+        score_kernel[(rows, parts)](
+            query, weights, cache.index, scores, paged.cu_seqlens, paged.kv_length,
+            paged.kv_indptr, paged.kv_indices, first, len(paged.kv_length), plan.room,
+            0 if weights is None else weights.stride(0), query.stride(0),
+            GROUP=index.group, CHOSEN=index.chosen, HEADS=index.heads, DIM=index.dim,
+            WIDTH=cache.index.shape[2], BLOCK_SIZE=plan.shape.block_size,
+            ROWS=max(next_power_of_2(index.heads), 16), DIMS=max(next_power_of_2(index.dim), 16),
+            GROUPS=_GROUPS, STAGES=2, num_warps=4, **OPTIONS,
+        )  # fmt: skip
+
+    def _score_tiles(
+        self,
+        query: Tensor,
+        weights: Tensor | None,
+        cache: KVCache,
+        plan: IndexedPlan,
+        scores: Tensor,
+        first: int,
+        rows: int,
+    ) -> None:
+        """Of so many tokens from `first` on, of prompts."""
+        index, paged = plan.index, plan.paged
+        assert cache.index is not None
+        tokens, groups = (64, 128) if query.dtype != torch.float32 else (16, 64)
+        score_tiles_kernel[(cdiv(rows, tokens), cdiv(plan.room, groups))](
+            query, weights, cache.index, scores, paged.cu_seqlens, paged.kv_length,
+            paged.kv_indptr, paged.kv_indices, first, rows, len(paged.kv_length), plan.room,
+            0 if weights is None else weights.stride(0), query.stride(0),
+            GROUP=index.group, CHOSEN=index.chosen, HEADS=index.heads, DIM=index.dim,
+            WIDTH=cache.index.shape[2], BLOCK_SIZE=plan.shape.block_size, TOKENS=tokens,
+            DIMS=max(next_power_of_2(index.dim), 16), GROUPS=groups, STAGES=2, num_warps=4,
+            **OPTIONS,
+        )  # fmt: skip
+
+    def _choose(
+        self, scores: Tensor, bits: Tensor | None, plan: IndexedPlan, first: int, rows: int
+    ) -> None:
+        index, paged = plan.index, plan.paged
+        fitting = [size for size in _CHOICES if size >= plan.room] or [max(_CHOICES)]
+        for block in _CHOICES if are_compiled_ahead() else fitting[:1]:
+            choose_kernel[(rows,)](
+                scores, plan.chosen, bits, paged.cu_seqlens, paged.kv_length, first,
+                len(paged.kv_length), plan.room, 0 if bits is None else bits.shape[1],
+                GROUP=index.group, CHOSEN=index.chosen, BLOCK=block,
+                FEW=min(block, min(_CHOICES)), num_warps=_CHOICES[block], **OPTIONS,
             )  # fmt: skip
-            choose_kernel[(count,)](
-                scores, plan.chosen, *tables, first, len(paged.kv_length), plan.room,
-                BLOCK=_SCANNED, num_warps=4, **of_index, **OPTIONS,
-            )  # fmt: skip
+
+    def _share(
+        self,
+        bits: Tensor,
+        plan: IndexedPlan,
+        prompts: _Prompts,
+        shared: _Shared,
+        first: int,
+        rows: int,
+    ) -> None:
+        index, paged = plan.index, plan.paged
+        share_kernel[(cdiv(rows, prompts.queries),)](
+            bits, *shared, paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
+            first, rows, len(paged.kv_length), bits.shape[1],
+            (first - prompts.first) // prompts.queries,
+            GROUP=index.group, CHOSEN=index.chosen, BLOCK_SIZE=plan.shape.block_size,
+            QUERIES=prompts.queries, MEMBERS=next_power_of_2(index.group), BLOCK=_SHARED,
+            num_warps=4, **OPTIONS,
+        )  # fmt: skip
 
     def attend(self, query: Tensor, cache: KVCache, plan: IndexedPlan) -> Tensor:
         """As in IndexedAttention."""
@@ -184,8 +310,22 @@ class TritonIndexedAttention:
         return by_head(self._attended(absorbed, cache, plan, plan.chosen), weights.value)
 
     def _attended(self, query: Tensor, cache: KVCache, plan: IndexedPlan, chosen: Tensor) -> Tensor:
+        tokens = len(query)
+        everything = output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if plan.prompts is not None and plan.shared is not None:
+            self._attend_tiles(query, cache, plan, plan.prompts, plan.shared, output)
+            if not are_compiled_ahead():  # a shorter prompt takes the other one
+                tokens = plan.prompts.first
+                query, output = query[:tokens], output[:tokens]
+        if tokens:
+            self._attend_alone(query, cache, plan, chosen, output)
+        return everything
+
+    def _attend_alone(
+        self, query: Tensor, cache: KVCache, plan: IndexedPlan, chosen: Tensor, output: Tensor
+    ) -> None:
+        """Each token by itself."""
         shape, index, tokens = plan.shape, plan.index, len(query)
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         heads, rows = shape.heads // shape.kv_heads, self._tile(shape).rows
         tiles = cdiv(heads, rows) * shape.kv_heads
         splits = 1
@@ -196,7 +336,6 @@ class TritonIndexedAttention:
         if self._splits and are_compiled_ahead():  # a step of another size takes the other one
             self._launch(query[:1], cache, plan, chosen, output[:1], 1 if splits > 1 else 2)
         self._launch(query, cache, plan, chosen, output, splits)
-        return output
 
     def _launch(
         self,
@@ -225,11 +364,43 @@ class TritonIndexedAttention:
         )  # fmt: skip
         triton_decode.join(output, parts, sums, paged.cu_seqlens, cache.v_scale)
 
-    def _tile(self, shape: AttentionShape) -> _Tile:
+    def _attend_tiles(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        plan: IndexedPlan,
+        prompts: _Prompts,
+        shared: _Shared,
+        output: Tensor,
+    ) -> None:
+        """Of the prompts."""
+        shape, index, tile = plan.shape, plan.index, self._prompt_tile(plan.shape)
+        programs = len(shared.counts) * shape.kv_heads
+        attend_tiles_kernel[(programs,)](
+            query, cache.key, None if shape.value_dim is not None else cache.value, output,
+            *shared, shape.scale * cache.k_scale * LOG2_E, cache.v_scale, *query.stride()[:2],
+            prompts.first, len(query), shape.kv_heads,
+            GROUP=index.group, CHOSEN=index.chosen, HEADS=shape.heads // shape.kv_heads,
+            HEAD_DIM=shape.head_dim, DIMS=max(next_power_of_2(shape.head_dim), 16),
+            QUERIES=prompts.queries, ROWS=tile.rows, KEYS=tile.keys, STAGES=tile.stages,
+            num_warps=tile.warps, **OPTIONS,
+        )  # fmt: skip
+
+    def _prompt_tile(self, shape: AttentionShape) -> Tile:
+        """Of tokens that share their keys."""
+        if self._prompts is not None:
+            return self._prompts
+        if shape.dtype == torch.float32:
+            return self._tile(shape)
+        if shape.head_dim > 256:
+            return Tile(64, 8, 32, 2)
+        return Tile(64, 4, 64 if shape.head_dim <= 128 else 32, 2)
+
+    def _tile(self, shape: AttentionShape) -> Tile:
         """What tiles of keys and the results, in registers, have room for."""
         rows = max(next_power_of_2(shape.heads // shape.kv_heads), 16)
         if shape.dtype == torch.float32:
-            return _Tile(16, 4, 16 if shape.head_dim > 128 else 32, 1)
+            return Tile(16, 4, 16 if shape.head_dim > 128 else 32, 1)
         if shape.head_dim > 256:
-            return _Tile(min(rows, 64), 8, 32, 2)
-        return _Tile(min(rows, 64), 4, 64 if shape.head_dim <= 128 else 32, 2)
+            return Tile(min(rows, 64), 8, 32, 2)
+        return Tile(min(rows, 64), 4, 64 if shape.head_dim <= 128 else 32, 2)
