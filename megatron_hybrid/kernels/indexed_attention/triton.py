@@ -21,13 +21,10 @@ an index; in batch-invariant mode it is not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from megatron_hybrid.kernels.contract import AttentionShape, IndexShape, KVCache, PagedSequences
+from megatron_hybrid.kernels.contract import AttentionShape, KVCache, PagedSequences
 from megatron_hybrid.kernels.dependent_launch import OPTIONS
 from megatron_hybrid.kernels.devices import processors
 from megatron_hybrid.kernels.indexed_attention.protocol import (
@@ -43,11 +40,16 @@ from megatron_hybrid.kernels.indexed_attention.triton_index_kernels import (
     store_kernel,
     turn_kernel,
 )
-from megatron_hybrid.kernels.indexed_attention.triton_prompt_kernels import (
-    attend_tiles_kernel,
-    score_tiles_kernel,
-    share_kernel,
+from megatron_hybrid.kernels.indexed_attention.triton_prompts import (
+    IndexedPlan,
+    Tile,
+    attend_tiles,
+    prompts_of,
+    room_to_share,
+    score_tiles,
+    share,
 )
+from megatron_hybrid.kernels.latent_attention import triton_expanded as expanded
 from megatron_hybrid.kernels.latent_attention.protocol import LatentAttention, LatentWeights
 from megatron_hybrid.kernels.latent_attention.triton_prepare import by_head
 from megatron_hybrid.kernels.launching import are_compiled_ahead, cdiv, next_power_of_2
@@ -59,48 +61,9 @@ from megatron_hybrid.kernels.protocols import Plan
 _LEAST_SPLIT = 128  # keys of a part
 _PROGRAMS = 4  # of a multiprocessor
 _GROUPS = 64  # of a tile
-_MOST_QUERIES = 32  # of a tile: bits of a number
-_SHARED = 1024  # groups that are listed at a time
 # Groups whose scores are kept in registers, and by how many warps; of texts of any length.
-_CHOICES = {2048: 2, 8192: 8, 32768: 16}
+_CHOICES = {2048: 2, 8192: 8, 16384: 16}
 _SCORES = 1 << 24  # numbers: of as many tokens as are chosen for at once
-
-
-class Tile(NamedTuple):
-    """Of attention to what is chosen."""
-
-    rows: int  # heads
-    warps: int
-    keys: int
-    stages: int
-
-
-class _Prompts(NamedTuple):
-    """The last tokens of a step."""
-
-    first: int  # token
-    queries: int  # of a tile
-
-
-class _Shared(NamedTuple):
-    """What the tokens of tiles see: see triton_prompt_kernels.py."""
-
-    entries: Tensor  # [tiles, 2, entries] int32
-    counts: Tensor  # [tiles, 2] int32
-
-
-@dataclass(slots=True)
-class IndexedPlan:
-    """Of a step, the same for every layer."""
-
-    every: Plan
-    paged: PagedSequences
-    shape: AttentionShape
-    index: IndexShape
-    room: int  # groups of the longest sequence, or more
-    prompts: _Prompts | None  # whose tokens are computed by tiles
-    chosen: Tensor | None = None  # [tokens, index.chosen] int32; None: all is seen
-    shared: _Shared | None = None  # by the tokens of the prompts' tiles
 
 
 class TritonIndexedAttention:
@@ -129,20 +92,10 @@ class TritonIndexedAttention:
         longest = int(paged.host.kv_length.max(initial=1))
         if paged.static:
             longest = (paged.most_blocks or len(paged.kv_indices)) * shape.block_size
-        prompts = self._tiles_of(paged, shape)
+        prompts = None
+        if self._splits:
+            prompts = prompts_of(paged, shape, self._prompt_tile(shape), every)
         return IndexedPlan(every, paged, shape, index, longest // index.group, prompts)
-
-    def _tiles_of(self, paged: PagedSequences, shape: AttentionShape) -> _Prompts | None:
-        """Of prompts, where tokens may share their keys, and are enough to keep the device busy."""
-        if not self._splits or paged.static:
-            return None
-        first = int(paged.host.cu_seqlens[paged.num_decodes])
-        heads = shape.heads // shape.kv_heads
-        queries = min(self._prompt_tile(shape).rows // heads, _MOST_QUERIES)
-        programs = (len(paged.kv_slot) - first) // max(queries, 1) * shape.kv_heads
-        if queries < 2 or programs < processors(paged.kv_slot.device):
-            return None
-        return _Prompts(first, queries)
 
     def turn(self, query: Tensor, norm: IndexNorm, positions: Tensor) -> Tensor:
         """As in IndexedAttention."""
@@ -181,33 +134,37 @@ class TritonIndexedAttention:
         """As in IndexedAttention."""
         assert cache.index is not None
         index, tokens = plan.index, len(query)
-        plan.chosen = plan.shared = None
+        plan.chosen = plan.bits = plan.shared = None
         fits = self._splits and plan.room <= index.chosen and not are_compiled_ahead()
         if not tokens or fits:
             return
         plan.chosen = torch.empty((tokens, index.chosen), dtype=torch.int32, device=query.device)
         query, prompts = query.contiguous(), plan.prompts
-        most = min(max(self._scores // max(plan.room, 1), 1), tokens)
-        scores = torch.empty((most, max(plan.room, 1)), dtype=torch.float32, device=query.device)
         alone = tokens if prompts is None else prompts.first
+        most = min(max(self._scores // max(plan.room, 1), 1), tokens)
+        if prompts is not None:
+            most = cdiv(most, prompts.queries) * prompts.queries
+        columns = cdiv(max(plan.room, 1), 4) * 4  # that rows begin where vectors may
+        scores = torch.empty((most, columns), dtype=torch.float32, device=query.device)
         for first in range(0, alone, most):
             rows = min(most, alone - first)
             self._score(query, weights, cache, plan, scores, first, rows)
             self._choose(scores, None, plan, first, rows)
         if prompts is None:
             return
-        most = max(most // prompts.queries, 1) * prompts.queries
-        if most > len(scores):
-            scores = scores.new_empty(most, scores.shape[1])
-        bits = torch.empty((most, cdiv(plan.room, 32)), dtype=torch.int32, device=query.device)
-        tiles, size = cdiv(tokens - alone, prompts.queries), index.chosen + index.group
-        entries = bits.new_empty(tiles, 2, prompts.queries * size)
-        plan.shared = _Shared(entries, bits.new_empty(tiles, 2))
+        bits, words = None, plan.room // 32 + 1
+        if prompts.by_heads is not None:
+            plan.bits = bits = scores.new_empty((tokens - alone, words), dtype=torch.int32)
+        elif prompts.queries > 1:
+            bits = scores.new_empty((most, words), dtype=torch.int32)
+            plan.shared = room_to_share(plan, prompts, tokens - alone)
         for first in range(alone, tokens, most):
             rows = min(most, tokens - first)
-            self._score_tiles(query, weights, cache, plan, scores, first, rows)
-            self._choose(scores, bits, plan, first, rows)
-            self._share(bits, plan, prompts, plan.shared, first, rows)
+            own = bits if plan.bits is None else plan.bits[first - alone :]
+            score_tiles(query, weights, cache, plan, scores, first, rows)
+            self._choose(scores, own, plan, first, rows)
+            if plan.shared is not None and own is not None:
+                share(own, plan, prompts, first, rows)
 
     def _score(
         self,
@@ -226,36 +183,12 @@ class TritonIndexedAttention:
         parts = max(1, min(programs, cdiv(plan.room, _GROUPS)))
         score_kernel[(rows, parts)](
             query, weights, cache.index, scores, paged.cu_seqlens, paged.kv_length,
-            paged.kv_indptr, paged.kv_indices, first, len(paged.kv_length), plan.room,
+            paged.kv_indptr, paged.kv_indices, first, len(paged.kv_length), scores.shape[1],
             0 if weights is None else weights.stride(0), query.stride(0),
             GROUP=index.group, CHOSEN=index.chosen, HEADS=index.heads, DIM=index.dim,
             WIDTH=cache.index.shape[2], BLOCK_SIZE=plan.shape.block_size,
             ROWS=max(next_power_of_2(index.heads), 16), DIMS=max(next_power_of_2(index.dim), 16),
             GROUPS=_GROUPS, STAGES=2, num_warps=4, **OPTIONS,
-        )  # fmt: skip
-
-    def _score_tiles(
-        self,
-        query: Tensor,
-        weights: Tensor | None,
-        cache: KVCache,
-        plan: IndexedPlan,
-        scores: Tensor,
-        first: int,
-        rows: int,
-    ) -> None:
-        """Of so many tokens from `first` on, of prompts."""
-        index, paged = plan.index, plan.paged
-        assert cache.index is not None
-        tokens, groups = (64, 128) if query.dtype != torch.float32 else (16, 64)
-        score_tiles_kernel[(cdiv(rows, tokens), cdiv(plan.room, groups))](
-            query, weights, cache.index, scores, paged.cu_seqlens, paged.kv_length,
-            paged.kv_indptr, paged.kv_indices, first, rows, len(paged.kv_length), plan.room,
-            0 if weights is None else weights.stride(0), query.stride(0),
-            GROUP=index.group, CHOSEN=index.chosen, HEADS=index.heads, DIM=index.dim,
-            WIDTH=cache.index.shape[2], BLOCK_SIZE=plan.shape.block_size, TOKENS=tokens,
-            DIMS=max(next_power_of_2(index.dim), 16), GROUPS=groups, STAGES=2, num_warps=4,
-            **OPTIONS,
         )  # fmt: skip
 
     def _choose(
@@ -266,29 +199,10 @@ class TritonIndexedAttention:
         for block in _CHOICES if are_compiled_ahead() else fitting[:1]:
             choose_kernel[(rows,)](
                 scores, plan.chosen, bits, paged.cu_seqlens, paged.kv_length, first,
-                len(paged.kv_length), plan.room, 0 if bits is None else bits.shape[1],
+                len(paged.kv_length), scores.shape[1], 0 if bits is None else bits.shape[1],
                 GROUP=index.group, CHOSEN=index.chosen, BLOCK=block,
                 FEW=min(block, min(_CHOICES)), num_warps=_CHOICES[block], **OPTIONS,
             )  # fmt: skip
-
-    def _share(
-        self,
-        bits: Tensor,
-        plan: IndexedPlan,
-        prompts: _Prompts,
-        shared: _Shared,
-        first: int,
-        rows: int,
-    ) -> None:
-        index, paged = plan.index, plan.paged
-        share_kernel[(cdiv(rows, prompts.queries),)](
-            bits, *shared, paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
-            first, rows, len(paged.kv_length), bits.shape[1],
-            (first - prompts.first) // prompts.queries,
-            GROUP=index.group, CHOSEN=index.chosen, BLOCK_SIZE=plan.shape.block_size,
-            QUERIES=prompts.queries, MEMBERS=next_power_of_2(index.group), BLOCK=_SHARED,
-            num_warps=4, **OPTIONS,
-        )  # fmt: skip
 
     def attend(self, query: Tensor, cache: KVCache, plan: IndexedPlan) -> Tensor:
         """As in IndexedAttention."""
@@ -306,14 +220,36 @@ class TritonIndexedAttention:
             every = self._latent_attention.attend(query, weights, cache, plan.every)
             if plan.chosen is None:
                 return every
+        prompts, shape = plan.prompts, plan.shape
+        if prompts is None or plan.bits is None or not expanded.fits(weights, shape):
+            return self._absorbed(query, weights, cache, plan, plan.chosen)
+        assert prompts.by_heads is not None
+        output = query.new_empty(*query.shape[:2], weights.value.shape[1])
+        # a longer prompt takes the other one
+        alone = prompts.first if not are_compiled_ahead() else len(query)
+        if alone:
+            output[:alone] = self._absorbed(query[:alone], weights, cache, plan, plan.chosen)
+        chosen = expanded.Chosen(plan.bits, plan.index.group)
+        expanded.attend(query, weights, cache, plan.paged, shape, prompts.by_heads, output, chosen)
+        return output
+
+    def _absorbed(
+        self,
+        query: Tensor,
+        weights: LatentWeights,
+        cache: KVCache,
+        plan: IndexedPlan,
+        chosen: Tensor,
+    ) -> Tensor:
         absorbed = by_head(query, weights.key.transpose(1, 2))
-        return by_head(self._attended(absorbed, cache, plan, plan.chosen), weights.value)
+        return by_head(self._attended(absorbed, cache, plan, chosen), weights.value)
 
     def _attended(self, query: Tensor, cache: KVCache, plan: IndexedPlan, chosen: Tensor) -> Tensor:
         tokens = len(query)
         everything = output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if plan.prompts is not None and plan.shared is not None:
-            self._attend_tiles(query, cache, plan, plan.prompts, plan.shared, output)
+            tile = self._prompt_tile(plan.shape)
+            attend_tiles(query, cache, plan, plan.prompts, tile, output)
             if not are_compiled_ahead():  # a shorter prompt takes the other one
                 tokens = plan.prompts.first
                 query, output = query[:tokens], output[:tokens]
@@ -363,28 +299,6 @@ class TritonIndexedAttention:
             **OPTIONS,
         )  # fmt: skip
         triton_decode.join(output, parts, sums, paged.cu_seqlens, cache.v_scale)
-
-    def _attend_tiles(
-        self,
-        query: Tensor,
-        cache: KVCache,
-        plan: IndexedPlan,
-        prompts: _Prompts,
-        shared: _Shared,
-        output: Tensor,
-    ) -> None:
-        """Of the prompts."""
-        shape, index, tile = plan.shape, plan.index, self._prompt_tile(plan.shape)
-        programs = len(shared.counts) * shape.kv_heads
-        attend_tiles_kernel[(programs,)](
-            query, cache.key, None if shape.value_dim is not None else cache.value, output,
-            *shared, shape.scale * cache.k_scale * LOG2_E, cache.v_scale, *query.stride()[:2],
-            prompts.first, len(query), shape.kv_heads,
-            GROUP=index.group, CHOSEN=index.chosen, HEADS=shape.heads // shape.kv_heads,
-            HEAD_DIM=shape.head_dim, DIMS=max(next_power_of_2(shape.head_dim), 16),
-            QUERIES=prompts.queries, ROWS=tile.rows, KEYS=tile.keys, STAGES=tile.stages,
-            num_warps=tile.warps, **OPTIONS,
-        )  # fmt: skip
 
     def _prompt_tile(self, shape: AttentionShape) -> Tile:
         """Of tokens that share their keys."""

@@ -269,9 +269,11 @@ def choose_kernel(
     GROUP: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """The groups that one token sees, in their order, and a bit of `bits` [rows, words] for each
-    group, 1 if it is seen (where some are not). The least score that is chosen is found by halves:
-    how many are no less than what is in the middle is counted until only one is left, or until it
-    is as many as are chosen. Of up to FEW or BLOCK groups scores stay in registers."""
+    group, 1 if it is seen, and anything behind the last one.
+
+    The least score that is chosen is found by halves: how many are no less than what is in the
+    middle is counted until only one is left, or until they are as many as are chosen. Of up to FEW
+    or BLOCK groups scores stay in registers."""
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
     wait_for_inputs()
@@ -281,13 +283,16 @@ def choose_kernel(
         return
     sequence = sequence_of(token, cu_seqlens, sequences)
     whole = seen_by(token, sequence, cu_seqlens, kv_length) // GROUP
-    scores += row * room
+    scores += tl.multiple_of(row * room, 4)  # whole vectors
     if bits is not None:
         bits += row * words
     if whole <= CHOSEN:
         for first in range(0, CHOSEN, FEW):
             at = first + tl.arange(0, FEW)
             tl.store(chosen + at, tl.where(at < whole, at, -1), mask=at < CHOSEN)
+            if bits is not None:
+                number = first // 32 + tl.arange(0, FEW // 32)
+                tl.store(bits + number, tl.full((FEW // 32,), -1, tl.int32), mask=number < words)
     elif whole <= FEW:
         _choose(scores, chosen, bits, whole, CHOSEN, FEW)
     elif whole <= BLOCK:
