@@ -20,7 +20,7 @@ from megatron_hybrid.kernels.indexed_attention.triton_prompt_kernels import (
 )
 from megatron_hybrid.kernels.latent_attention import triton_expanded as expanded
 from megatron_hybrid.kernels.latent_attention.triton import LatentPlan
-from megatron_hybrid.kernels.launching import cdiv, next_power_of_2
+from megatron_hybrid.kernels.launching import are_compiled_ahead, cdiv, next_power_of_2
 from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E
 from megatron_hybrid.kernels.protocols import Plan
 
@@ -88,7 +88,8 @@ def prompts_of(
         return Prompts(begin, 1, by_heads)
     shared = min(tile.rows // (shape.heads // shape.kv_heads), _MOST_QUERIES)
     programs = tokens // max(shared, 1) * shape.kv_heads
-    if programs < processors(paged.kv_slot.device):  # which split a token's keys otherwise
+    # Few tokens' keys are split over programs instead.
+    if programs < processors(paged.kv_slot.device) and not are_compiled_ahead():
         shared = 1
     return Prompts(begin, max(shared, 1), None)
 
