@@ -22,6 +22,7 @@ from megatron_hybrid.kernels.indexed_attention.triton import TritonIndexedAttent
 from megatron_hybrid.kernels.indexed_attention.triton_index_kernels import (  # noqa: E402
     choose_kernel,
 )
+from megatron_hybrid.kernels.indexed_attention.triton_prompts import Tile  # noqa: E402
 from megatron_hybrid.kernels.latent_attention import triton_expanded  # noqa: E402
 from megatron_hybrid.kernels.latent_attention.triton import TritonLatentAttention  # noqa: E402
 from megatron_hybrid.kernels.paged_attention.triton import TritonAttention  # noqa: E402
@@ -148,6 +149,13 @@ def test_none_that_is_left_out_has_a_higher_score(gated: bool) -> None:
     own = sequences([25, 40], gated, shape)
     for counts in [(20, 39), (5, 1)]:
         check_choices(own, own.step(counts, triton_kernels(True)), 1e-2)
+
+
+@pytest.mark.parametrize("warps", [4, 8])
+def test_tokens_are_attended_for_alone(warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few warps, and with many, which ask for a tile's places before."""
+    monkeypatch.setattr(TritonIndexedAttention, "_tile", lambda *_: Tile(16, warps, 16, 2))
+    check(triton_kernels(True), [(20, 9), (1, 16)], False)
 
 
 def test_latents() -> None:

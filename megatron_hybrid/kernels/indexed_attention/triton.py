@@ -295,8 +295,9 @@ class TritonIndexedAttention:
             len(paged.kv_length), tokens, splits, shape.kv_heads,
             GROUP=index.group, CHOSEN=index.chosen, IS_SPLIT=splits > 1, HEADS=heads,
             HEAD_DIM=shape.head_dim, DIMS=max(next_power_of_2(shape.head_dim), 16),
-            BLOCK_SIZE=shape.block_size, ROWS=rows, KEYS=keys, STAGES=stages, num_warps=warps,
-            **OPTIONS,
+            BLOCK_SIZE=shape.block_size, ROWS=rows, KEYS=keys, STAGES=stages,
+            AHEAD=warps > 4,  # else other programs of the multiprocessor compute meanwhile
+            num_warps=warps, **OPTIONS,
         )  # fmt: skip
         triton_decode.join(output, parts, sums, paged.cu_seqlens, cache.v_scale)
 
