@@ -81,11 +81,12 @@ def test_bits_depend_on_the_sequence_alone(gated: bool) -> None:
 @POOLS
 @pytest.mark.parametrize("scores", [50, 1 << 20])
 def test_tokens_of_several_prompts_share_a_tile(gated: bool, scores: int) -> None:
-    """Of eight tokens, behind a decode, some of which see all; and one that is cut by a chunk."""
+    """Of eight tokens, behind a decode, some of which see all; and prompts that go on, one in the
+    middle of a group."""
     kernels = triton_kernels(scores=scores)
-    shape, lengths = indexed_shape(), [2, 46, 24, 9]
+    shape, lengths = indexed_shape(), [2, 50, 41, 9]
     own = sequences(lengths, gated, shape)
-    for counts in [(1, 30, 24, 9), (1, 16, 0, 0)]:
+    for counts in [(1, 30, 25, 9), (1, 20, 16, 0)]:
         begins = list(own.done)
         found = own.step(counts, kernels).double().split(list(counts))
         shared = own.last.plan.shared
@@ -155,7 +156,8 @@ def test_none_that_is_left_out_has_a_higher_score(gated: bool) -> None:
 def test_tokens_are_attended_for_alone(warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With few warps, and with many, which ask for a tile's places before."""
     monkeypatch.setattr(TritonIndexedAttention, "_tile", lambda *_: Tile(16, warps, 16, 2))
-    check(triton_kernels(True), [(20, 9), (1, 16)], False)
+    shape = indexed_shape(IndexShape(8, 8, 4, 9))
+    check(triton_kernels(True), [(50, 9), (1, 3)], False, shape)
 
 
 def test_latents() -> None:
