@@ -19,7 +19,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
+from megatron_hybrid.kernels.indexed_attention import triton_prompts  # noqa: E402
 from megatron_hybrid.kernels.indexed_attention.triton import TritonIndexedAttention  # noqa: E402
+from megatron_hybrid.kernels.latent_attention.protocol import LatentWeights  # noqa: E402
 from megatron_hybrid.kernels.latent_attention.triton import TritonLatentAttention  # noqa: E402
 from megatron_hybrid.kernels.paged_attention.triton_by_split import SplitAttention  # noqa: E402
 
@@ -72,6 +74,43 @@ def test_long_sequences(name: str, batch_invariant: bool, scores: int) -> None:
                 own.stepped, own.cache, own.last.plan, own.last.plan.chosen
             )
         check_choices(own, found, tolerance)
+
+
+@pytest.mark.parametrize("name", ["dsa of some heads", "qsa"])
+def test_tokens_of_prompts_share_what_they_have_chosen(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside decodes, in tiles of several prompts' tokens, and in chunks of tokens."""
+    monkeypatch.setattr(triton_prompts, "HIDDEN_UP_TO", 0)
+    gated, shape = SHAPES[name]
+    weights = latent_weights(shape, 8, "cuda")[0] if shape.value_dim else None
+    for scores in (1 << 24, 90_000):
+        kernels = kernels_of(shape, scores=scores)
+        own = sequences([4200, 2300, 700, 90], gated, shape, "cuda")
+        for counts in [(100, 2200, 600, 80), (4099, 50, 90, 9), (1, 50, 10, 1)]:
+            found = own.step(counts, kernels, weights)
+            plan = own.last.plan
+            if weights is not None:
+                found = kernels.indexed._attended(own.stepped, own.cache, plan, plan.chosen)
+            assert (plan.shared is not None) == (sum(counts) > 1000)
+            check_choices(own, found, 3e-2)
+
+
+def test_prompts_of_latents_by_keys_of_each_head() -> None:
+    """Give what they give by latents that are gathered."""
+    heads, nope = 16, 256
+    shape = indexed_shape(DSA, heads, 1, 512, 64, BF16, 512)
+    generator = torch.Generator("cuda").manual_seed(4)
+    both = torch.randn(heads, 2 * nope, 512, device="cuda", generator=generator) * 512**-0.5
+    weights, kernels = LatentWeights(both.to(BF16), nope), kernels_of(shape)
+    own = sequences([4200, 2300, 700, 90], True, shape, "cuda")
+    for counts in [(100, 2200, 600, 80), (4099, 50, 90, 9)]:
+        prepared = own.prepare(counts, kernels)
+        prepared = prepared._replace(query=prepared.query[..., :nope].contiguous())
+        found, plan = own.run(prepared, kernels, weights), own.last.plan
+        assert plan.bits is not None
+        wanted = kernels.indexed._absorbed(prepared.query, weights, own.cache, plan, plan.chosen)
+        torch.testing.assert_close(found, wanted, atol=3e-2, rtol=3e-2)
 
 
 @CASES

@@ -212,11 +212,14 @@ def test_every_kernel_is_timed(model, tmp_path, monkeypatch, capsys):
     assert "matrix product" in capsys.readouterr().out
 
 
+INDEXED = {"index, choice", "index, attention", "index, attention, alike"}
+
+
 @pytest.mark.parametrize(
     ("model", "names"),
     [
-        ("qwen3.8-flash-next", {"index, choice", "index, attention"}),
-        ("glm-5.3-flash", {"index, choice", "index, attention"}),
+        ("qwen3.8-flash-next", INDEXED),
+        ("glm-5.3-flash", INDEXED),
         ("inkling-small", {"bias by distance"}),
     ],
 )

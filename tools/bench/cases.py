@@ -196,6 +196,7 @@ class Bench:
             host=host,
             static=decodes == len(queries) and not self.tiny,
             longest_run=longest_run if longest_run > 1 else 0,
+            most_blocks=max(blocks),
         )
 
     def kv_cache(self, blocks: int, dtype: torch.dtype | None = None) -> KVCache:

@@ -18,6 +18,7 @@ from megatron_hybrid.layers.inputs import KVSpec, allocate_caches
 
 PREFILLS = [(8192, 8192), (2048, 32768), (32, 65536)]  # queries of a sequence, on so many keys
 TINY_PREFILLS = [(96, 96), (32, 300)]
+_ALIKE = 64  # tokens side by side
 
 
 def indexed_cases(bench: Bench) -> Iterator[Case]:
@@ -70,6 +71,8 @@ class _Indexed:
         flops = 2 * tokens * seen * self.shape.heads * numbers
         make = partial(self._attend, tokens, paged, sequences * -(-keys // BLOCK))
         yield Case("index, attention", size, moved, make, flops)
+        if queries > 1:
+            yield Case("index, attention, alike", size, moved, partial(make, alike=True), flops)
 
     def _select(self, tokens: int, paged: PagedSequences, blocks: int) -> Calls:
         indexed, index = self.bench.kernels.indexed_attention, self.index
@@ -78,10 +81,16 @@ class _Indexed:
         weights = None if self.latent is None else self.bench.normal(tokens, index.heads).float()
         return {"ours": lambda: indexed.select(query, weights, cache, plan)}
 
-    def _attend(self, tokens: int, paged: PagedSequences, blocks: int) -> Calls:
+    def _attend(
+        self, tokens: int, paged: PagedSequences, blocks: int, alike: bool = False
+    ) -> Calls:
+        """`alike`: neighbours choose mostly the same, else each as it happens."""
         bench, kernels = self.bench, self.bench.kernels
         cache, plan = self._cache(blocks), self._plan(paged)
         index = bench.normal(tokens, self.index.heads, self.index.dim)
+        if alike:
+            own = bench.normal(-(-tokens // _ALIKE), *index.shape[1:])
+            index = 0.9 * own.repeat_interleave(_ALIKE, 0)[:tokens] + 0.19**0.5 * index
         weights = None if self.latent is None else bench.normal(tokens, self.index.heads).float()
         kernels.indexed_attention.select(index, weights, cache, plan)
         if self.latent is None:

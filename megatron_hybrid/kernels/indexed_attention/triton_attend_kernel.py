@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from megatron_hybrid.kernels.dependent_launch import let_next_start, wait_for_inputs
@@ -15,6 +16,19 @@ from megatron_hybrid.kernels.paged_attention.triton_split_kernels import (
 )
 
 
+@triton.jit
+def _rows(
+    chosen, blocks, at, end, in_groups, whole, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):  # fmt: skip
+    """Where these of the keys that a token sees are in the cache: those of what it has chosen, and
+    behind them those of its tail."""
+    here, grouped = at < end, at < in_groups
+    group = tl.load(chosen + at // GROUP, mask=here & grouped, other=0)
+    position = tl.where(grouped, group * GROUP + at % GROUP, whole * GROUP + at - in_groups)
+    block = tl.load(blocks + position // BLOCK_SIZE, mask=here, other=0).to(tl.int64)
+    return block * BLOCK_SIZE + position % BLOCK_SIZE
+
+
 @launched(
     do_not_specialize=["sequences", "tokens", "splits"], do_not_specialize_on_alignment=_TABLES
 )
@@ -24,10 +38,11 @@ def attend_kernel(
     scale, v_scale, query_stride, query_head_stride, sequences, tokens, splits, kv_heads,
     GROUP: tl.constexpr, CHOSEN: tl.constexpr, IS_SPLIT: tl.constexpr, HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """A part of the keys that a token sees, of ROWS of the HEADS query heads of a KV head. Values
-    that are keys have no cache of their own."""
+    that are keys have no cache of their own. AHEAD: where a tile's keys are is asked for a tile
+    before, so that they need not wait for it; that takes registers."""
     token = tl.program_id(0).to(tl.int64)
     wait_for_inputs()
     let_next_start()
@@ -56,15 +71,14 @@ def attend_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, DIMS), tl.float32)
     chosen += token * CHOSEN
+    tile = tl.arange(0, KEYS)
+    if AHEAD:
+        cached = _rows(chosen, blocks, begin + tile, end, in_groups, whole, GROUP, BLOCK_SIZE)
     for first in tl.range(begin, end, KEYS, num_stages=STAGES):
-        at = first + tl.arange(0, KEYS)
-        here = at < end
-        grouped = at < in_groups
-        group = tl.load(chosen + at // GROUP, mask=here & grouped, other=0)
-        position = tl.where(grouped, group * GROUP + at % GROUP, whole * GROUP + at - in_groups)
-        block = tl.load(blocks + position // BLOCK_SIZE, mask=here, other=0).to(tl.int64)
-        where = (block * BLOCK_SIZE + position % BLOCK_SIZE) * kv_heads + kv_head
-        where = (where * HEAD_DIM)[:, None] + dim[None, :]
+        here = first + tile < end
+        if not AHEAD:
+            cached = _rows(chosen, blocks, first + tile, end, in_groups, whole, GROUP, BLOCK_SIZE)
+        where = ((cached * kv_heads + kv_head) * HEAD_DIM)[:, None] + dim[None, :]
         readable = here[:, None] & (dim < HEAD_DIM)[None, :]
         k = _as_numbers(tl.load(key_cache + where, mask=readable, other=0.0), q.dtype)
         v = k
@@ -72,6 +86,9 @@ def attend_kernel(
             v = _as_numbers(tl.load(value_cache + where, mask=readable, other=0.0), q.dtype)
         # full float32 products for float32; other types have no effect from input_precision
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if AHEAD:
+            following = first + KEYS + tile
+            cached = _rows(chosen, blocks, following, end, in_groups, whole, GROUP, BLOCK_SIZE)
         scores = tl.where(here[None, :], scores, float("-inf"))
         larger = tl.maximum(most, tl.max(scores, 1))
         weights = tl.exp2(scores - larger[:, None])

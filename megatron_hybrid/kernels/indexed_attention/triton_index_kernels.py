@@ -11,8 +11,6 @@ from megatron_hybrid.kernels.norm.triton import inverse_rms, scaled
 from megatron_hybrid.kernels.paged_attention.triton_sequences import sequence_of
 from megatron_hybrid.kernels.paged_attention.triton_split_kernels import _TABLES
 
-_BINS = tl.constexpr(256)  # of a histogram of 8 bits
-
 
 @triton.jit
 def seen_by(token, sequence, cu_seqlens, kv_length):
@@ -177,24 +175,105 @@ def score_kernel(
 
 @triton.jit
 def _ordered(scores, first, count, BLOCK: tl.constexpr):
-    """Of the scores from `first` on: integers in their order, and whether they are there."""
+    """Of the scores from `first` on: integers in their order, 0 for those that are not there; and
+    whether they are."""
     at = first + tl.arange(0, BLOCK)
     inside = at < count
     score = tl.load(scores + at, mask=inside, other=0.0) + 0.0  # -0 becomes 0
     bits = score.to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) | -2147483648)
+    bits = tl.where(inside, bits ^ ((bits >> 31) | -2147483648), 0)
     return bits.to(tl.uint32, bitcast=True), inside, at
 
 
+@triton.jit
+def _narrowed(low, high, count, middle, CHOSEN: tl.constexpr):
+    """The bounds of the score that is looked for, after `count` were found to be no less than the
+    middle. None is left between them where these are just the ones to choose."""
+    low = tl.where(count >= CHOSEN, middle, low)
+    high = tl.where(count > CHOSEN, high, tl.where(count == CHOSEN, middle, middle - 1))
+    return low, high
+
+
+@triton.jit
+def _middle(low, high):
+    """Above `low`."""
+    return low + ((high - low) - ((high - low) >> 1))
+
+
+@triton.jit
+def _write(
+    values, inside, at, first, least, need, taken, chosen, bits, whole, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Of these groups those with a higher score than `least`, and the first `need` of those that
+    have it, behind the `taken` ones before. Gives both numbers behind them."""
+    equal = values == least
+    number = tl.sum(equal.to(tl.int32), 0)
+    take = inside & (values >= least)
+    if number > need:
+        take = take & ((values > least) | (tl.cumsum(equal.to(tl.int32), 0) <= need))
+    ones = take.to(tl.int32)
+    tl.store(chosen + taken + tl.cumsum(ones, 0) - 1, at, mask=take)
+    if bits is not None:
+        word = tl.sum(tl.reshape(ones, (BLOCK // 32, 32)) << tl.arange(0, 32)[None, :], 1)
+        number_of = first // 32 + tl.arange(0, BLOCK // 32)
+        tl.store(bits + number_of, word.to(tl.int32), mask=number_of * 32 < whole)
+    return need - tl.minimum(need, number), taken + tl.sum(ones, 0)
+
+
+@triton.jit
+def _choose(scores, chosen, bits, whole, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Of up to BLOCK groups, whose scores stay in registers."""
+    values, inside, at = _ordered(scores, 0, whole, BLOCK)
+    low, high = tl.min(tl.where(inside, values, 4294967295), 0), tl.max(values, 0)
+    while low < high:
+        middle = _middle(low, high)
+        count = tl.sum((values >= middle).to(tl.int32), 0)
+        low, high = _narrowed(low, high, count, middle, CHOSEN)
+    need = CHOSEN - tl.sum((values > low).to(tl.int32), 0)
+    _write(values, inside, at, 0, low, need, 0, chosen, bits, whole, BLOCK)
+
+
+@triton.jit
+def _choose_of_many(scores, chosen, bits, whole, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Of any number of groups, BLOCK at a time."""
+    low, high = tl.full((), 4294967295, tl.uint32), tl.full((), 0, tl.uint32)
+    for first in range(0, whole, BLOCK):
+        values, inside, _ = _ordered(scores, first, whole, BLOCK)
+        low = tl.minimum(low, tl.min(tl.where(inside, values, 4294967295), 0))
+        high = tl.maximum(high, tl.max(values, 0))
+    while low < high:
+        middle = _middle(low, high)
+        count = tl.zeros((BLOCK,), tl.int32)
+        for first in range(0, whole, BLOCK):
+            values, _, _ = _ordered(scores, first, whole, BLOCK)
+            count += (values >= middle).to(tl.int32)
+        low, high = _narrowed(low, high, tl.sum(count, 0), middle, CHOSEN)
+    above = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, whole, BLOCK):
+        values, _, _ = _ordered(scores, first, whole, BLOCK)
+        above += (values > low).to(tl.int32)
+    need, taken = CHOSEN - tl.sum(above, 0), tl.zeros((), tl.int32)
+    for first in range(0, whole, BLOCK):
+        values, inside, at = _ordered(scores, first, whole, BLOCK)
+        need, taken = _write(
+            values, inside, at, first, low, need, taken, chosen, bits, whole, BLOCK
+        )
+
+
 @launched(
-    do_not_specialize=["first_token", "sequences", "room"], do_not_specialize_on_alignment=_TABLES
+    do_not_specialize=["first_token", "sequences", "room", "words"],
+    do_not_specialize_on_alignment=_TABLES,
 )
 def choose_kernel(
-    scores, chosen, cu_seqlens, kv_length, first_token, sequences, room,
-    GROUP: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr,
+    scores, chosen, bits, cu_seqlens, kv_length, first_token, sequences, room, words,
+    GROUP: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """The groups that one token sees, in their order: by a histogram of 8 bits after the other the
-    least score that is chosen is found, and how many of those that are equal to it."""
+    """The groups that one token sees, in their order, and a bit of `bits` [rows, words] for each
+    group, 1 if it is seen, and anything behind the last one.
+
+    The least score that is chosen is found by halves: how many are no less than what is in the
+    middle is counted until only one is left, or until they are as many as are chosen. Of up to FEW
+    or BLOCK groups scores stay in registers."""
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
     wait_for_inputs()
@@ -204,34 +283,19 @@ def choose_kernel(
         return
     sequence = sequence_of(token, cu_seqlens, sequences)
     whole = seen_by(token, sequence, cu_seqlens, kv_length) // GROUP
+    scores += tl.multiple_of(row * room, 4)  # whole vectors
+    if bits is not None:
+        bits += row * words
     if whole <= CHOSEN:
-        for first in range(0, CHOSEN, BLOCK):
-            at = first + tl.arange(0, BLOCK)
+        for first in range(0, CHOSEN, FEW):
+            at = first + tl.arange(0, FEW)
             tl.store(chosen + at, tl.where(at < whole, at, -1), mask=at < CHOSEN)
-        return
-    scores += row * room
-    need = tl.zeros((), tl.int32) + CHOSEN
-    least = tl.zeros((), tl.uint32)
-    number = tl.arange(0, _BINS)
-    for shift in tl.static_range(24, -1, -8):
-        counts = tl.zeros((_BINS,), tl.int32)
-        for first in range(0, whole, BLOCK):
-            bits, inside, _ = _ordered(scores, first, whole, BLOCK)
-            if shift < 24:
-                inside = inside & ((bits >> (shift + 8)) == least)
-            digit = ((bits >> shift) & 255).to(tl.int32)
-            counts += tl.histogram(digit, _BINS, mask=inside)
-        above = tl.sum(counts, 0) - tl.cumsum(counts, 0)
-        found = tl.sum((above >= need).to(tl.int32), 0)
-        need -= tl.sum(tl.where(number == found, above, 0), 0)
-        least = (least << 8) | found.to(tl.uint32)
-    taken = tl.zeros((), tl.int32)
-    for first in range(0, whole, BLOCK):
-        bits, inside, at = _ordered(scores, first, whole, BLOCK)
-        equal = inside & (bits == least)
-        rank = tl.cumsum(equal.to(tl.int32), 0)
-        take = (inside & (bits > least)) | (equal & (rank <= need))
-        place = taken + tl.cumsum(take.to(tl.int32), 0) - 1
-        tl.store(chosen + place, at, mask=take)
-        taken += tl.sum(take.to(tl.int32), 0)
-        need -= tl.minimum(need, tl.sum(equal.to(tl.int32), 0))
+            if bits is not None:
+                number = first // 32 + tl.arange(0, FEW // 32)
+                tl.store(bits + number, tl.full((FEW // 32,), -1, tl.int32), mask=number < words)
+    elif whole <= FEW:
+        _choose(scores, chosen, bits, whole, CHOSEN, FEW)
+    elif whole <= BLOCK:
+        _choose(scores, chosen, bits, whole, CHOSEN, BLOCK)
+    else:
+        _choose_of_many(scores, chosen, bits, whole, CHOSEN, BLOCK)

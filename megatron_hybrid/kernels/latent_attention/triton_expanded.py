@@ -8,6 +8,8 @@ and more. For that every key is made, once a step.
     attention    tiles of queries of one head, with tiles of `made`; what is turned of a key is read
                  from `rows`
 
+Where an index chooses what a query sees, attention to all keys hides the others: bits say which.
+
 Bits are not those of triton.py, and whether this is used depends on the whole step: batch-invariant
 mode does without it.
 """
@@ -15,6 +17,7 @@ mode does without it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,7 +46,7 @@ PAYS_FROM = 64
 MADE_BYTES = 256 << 20  # of keys and values at a time; of one head at least
 _ROWS, _KEYS = 128, 64  # of tiles
 _GATHERED = 16  # tokens at a time
-_SIZES = ["first_sequence", "sequences", "heads"]
+_SIZES = ["first_sequence", "sequences", "heads", "words"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,19 @@ class Prompts:
 
     blocks: int  # of all of them
     tokens: int
+
+
+class Chosen(NamedTuple):
+    """What an index lets each token of the prompts see, besides the keys behind its last whole
+    group."""
+
+    bits: Tensor  # [tokens, words] int32: a bit for each group of tokens that are before it
+    group: int  # tokens; a power of two, from 2 to _KEYS
+
+    @classmethod
+    def takes(cls, group: int) -> bool:
+        """Whether groups may be of so many tokens."""
+        return group in (2, 4, 8, 16, 32, _KEYS)
 
 
 def long_prompts(paged: PagedSequences, shape: AttentionShape) -> Prompts | None:
@@ -82,8 +98,10 @@ def attend(
     shape: AttentionShape,
     prompts: Prompts,
     output: Tensor,
+    chosen: Chosen | None = None,
 ) -> None:
-    """query [tokens, heads, nope + turned] -> output [tokens, heads, v_dim], of the prompts."""
+    """query [tokens, heads, nope + turned] -> output [tokens, heads, v_dim], of the prompts.
+    `chosen`: None: all is seen."""
     heads, nope, latent = weights.key.shape
     v_dim, turned, device = weights.value.shape[1], _turned(shape), query.device
     rows = _gathered(cache, paged, shape, prompts.blocks, query.dtype)
@@ -100,10 +118,13 @@ def attend(
         tiles = prompts.tokens // _ROWS + sequences
         _attention_kernel[(tiles * count,)](
             query[:, own], _tiles(made, nope), _tiles(made, v_dim), turned_tiles, output[:, own],
+            None if chosen is None else chosen.bits,
             paged.cu_seqlens, paged.kv_length, paged.kv_indptr, shape.scale * LOG2_E,
             *query.stride()[:2], *output.stride()[:2], first_sequence, sequences, count,
-            NOPE=nope, V_DIM=v_dim, TURNED=turned, LATENT=latent, BLOCK_SIZE=shape.block_size,
-            FIRST=shape.first_position, ROWS=_ROWS, KEYS=_KEYS, STAGES=stages, num_warps=8,
+            0 if chosen is None else chosen.bits.shape[1],
+            GROUP=_KEYS if chosen is None else chosen.group, NOPE=nope, V_DIM=v_dim, TURNED=turned,
+            LATENT=latent, BLOCK_SIZE=shape.block_size, FIRST=shape.first_position, ROWS=_ROWS,
+            KEYS=_KEYS, STAGES=stages, num_warps=8,
         )  # fmt: skip
 
 
@@ -160,13 +181,14 @@ def _gather_kernel(
 
 @triton.jit
 def _attended(
-    most, total, part, q, t, key_tiles, value_tiles, turned_tiles, base, head, position, begin, end,
-    scale, MASKED: tl.constexpr, NOPE: tl.constexpr, V_DIM: tl.constexpr, LATENT: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr,
+    most, total, part, q, t, key_tiles, value_tiles, turned_tiles, bits, base, head, position,
+    begin, end, scale, MASKED: tl.constexpr, GROUP: tl.constexpr, NOPE: tl.constexpr,
+    V_DIM: tl.constexpr, LATENT: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The largest score [ROWS], the sum of weights, weighted values [ROWS, V_DIM] after the keys
     from `begin`, where a tile begins, to `end`; all rows see them all unless MASKED. `base`: the
-    row of key 0. position [ROWS]: the last key that each sees."""
+    row of key 0. position [ROWS]: the last key that each sees. bits [ROWS]: where those of each are
+    that say which groups it sees, or None."""
     tile = tl.arange(0, KEYS)
     column = head * (NOPE + V_DIM)
     for first in tl.range(begin, end, KEYS, num_stages=STAGES):
@@ -175,6 +197,12 @@ def _attended(
         if turned_tiles is not None:
             scores = tl.dot(t, turned_tiles.load([base + first, LATENT]).T, scores)
         v = value_tiles.load([base + first, column + NOPE])
+        if bits is not None:
+            word = tl.load(bits + first // (32 * GROUP))
+            seen = (word[:, None] & (1 << ((first + tile) // GROUP % 32))[None, :]) != 0
+            if MASKED:  # and what is behind the last whole group, which begins in this loop
+                seen |= (first + tile)[None, :] >= ((position + 1) // GROUP * GROUP)[:, None]
+            scores = tl.where(seen, scores, float("-inf"))
         if MASKED:
             seen = (first + tile)[None, :] <= position[:, None]
             scores = tl.where(seen, scores, float("-inf"))
@@ -189,11 +217,11 @@ def _attended(
 
 @launched(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_TABLES)
 def _attention_kernel(
-    query, key_tiles, value_tiles, turned_tiles, output, cu_seqlens, kv_length, kv_indptr, scale,
-    query_stride, query_head_stride, output_stride, output_head_stride, first_sequence, sequences,
-    heads, NOPE: tl.constexpr, V_DIM: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
+    query, key_tiles, value_tiles, turned_tiles, output, bits, cu_seqlens, kv_length, kv_indptr,
+    scale, query_stride, query_head_stride, output_stride, output_head_stride, first_sequence,
+    sequences, heads, words, GROUP: tl.constexpr, NOPE: tl.constexpr, V_DIM: tl.constexpr,
+    TURNED: tl.constexpr, LATENT: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """ROWS queries of a head of one of the sequences from `first_sequence` on."""
     head = tl.program_id(0) % heads
@@ -223,6 +251,8 @@ def _attention_kernel(
     if turned_tiles is not None:
         behind = NOPE + tl.arange(0, TURNED)
         t = tl.load(place[:, None] + behind[None, :], mask=inside, other=0.0)
+    if bits is not None:
+        bits += (first_token - before + tl.minimum(row, queries - 1)) * words
     position = length - queries + row
     end = length - queries + tl.minimum(first_row + ROWS, queries)
     # Keys that the first row sees, and so all others.
@@ -230,12 +260,12 @@ def _attention_kernel(
     most, total = tl.full((ROWS,), _LEAST, tl.float32), tl.zeros((ROWS,), tl.float32)
     part = tl.zeros((ROWS, V_DIM), tl.float32)
     most, total, part = _attended(
-        most, total, part, q, t, key_tiles, value_tiles, turned_tiles, base, head, position, 0,
-        seen, scale, False, NOPE, V_DIM, LATENT, KEYS, STAGES,
+        most, total, part, q, t, key_tiles, value_tiles, turned_tiles, bits, base, head,
+        position, 0, seen, scale, False, GROUP, NOPE, V_DIM, LATENT, KEYS, STAGES,
     )  # fmt: skip
     most, total, part = _attended(
-        most, total, part, q, t, key_tiles, value_tiles, turned_tiles, base, head, position, seen,
-        end, scale, True, NOPE, V_DIM, LATENT, KEYS, STAGES,
+        most, total, part, q, t, key_tiles, value_tiles, turned_tiles, bits, base, head,
+        position, seen, end, scale, True, GROUP, NOPE, V_DIM, LATENT, KEYS, STAGES,
     )  # fmt: skip
     dim = tl.arange(0, V_DIM)
     result = _finished(total, part, 1.0, output.dtype.element_ty)
