@@ -23,10 +23,10 @@ import triton.language as tl
 
 from megatron_hybrid.kernels.dependent_launch import ENABLED
 from megatron_hybrid.kernels.paged_attention.triton_decode import _taken_apart
+from megatron_hybrid.kernels.paged_attention.triton_kv_tiles import block_of
 from megatron_hybrid.kernels.paged_attention.triton_split_kernels import (
     _LEAST,
     _as_numbers,
-    _block_of,
     _finished,
 )
 
@@ -92,7 +92,7 @@ def attended(
     total = tl.zeros((ROWS,), tl.float32)
     part_0 = tl.zeros((ROWS, DIMS // STEP), tl.float32)
     part_1 = tl.zeros((ROWS, DIMS // STEP), tl.float32)
-    block = _block_of(blocks, begin, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
+    block = block_of(blocks, begin, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
     for first in tl.range(begin, end, KEYS, num_stages=STAGES):
         at = first + tile
         if WHOLE:  # one address, and distances that stay the same
@@ -105,7 +105,7 @@ def attended(
         k = _loaded(where, at < end, LATENT // STEP, DIMS // STEP)
         r = _loaded(where + LATENT // STEP, at < end, TURNED // STEP, TURNED_DIMS // STEP)
         # the next tile's, so that its keys need not wait for it
-        block = _block_of(blocks, first + KEYS, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
+        block = block_of(blocks, first + KEYS, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
         # full float32 products for float32; other types have no effect from input_precision
         if PAIRS:
             k_0, k_1 = _taken_apart(tl.trans(k), kind, ENABLED)
