@@ -59,12 +59,16 @@ _JOINED_SPLITS = 32, 8  # at the same time, of few sequences and of many
 def default_tile(shape: AttentionShape, folds: bool, device: torch.device) -> tuple[int, Tile]:
     """Keys of a tile, and how programs compute them. Where it folds, bits depend on the keys: there
     nothing may count that differs from step to step, or between devices."""
+    # Of loops that make numbers of FP8 ones, ptxas 12.8 keeps most in memory, in 32 registers a
+    # thread, unless it is told that there are more.
+    limit = 255 if shape.kv_dtype.itemsize == 1 else None
     if shape.dtype == torch.float32:
-        return 16, Tile(16, 8, 2)
+        return 16, Tile(16, 8, 2, registers=limit)
     row = shape.head_dim * shape.dtype.itemsize
     if folds:
         tile_bytes = 32 * shape.head_dim * shape.kv_dtype.itemsize
-        return 32, Tile(32, 8, stages_that_fit(3, tile_bytes + 32 * row // 3, device))
+        stages = stages_that_fit(3, tile_bytes + 32 * row // 3, device)
+        return 32, Tile(32, 8, stages, registers=limit)
     if shape.kv_dtype.itemsize == 1 and stages_that_fit(2, 96 * row, device) == 2:
         # Keys are made numbers of the products once, on their way to shared memory, from where
         # products of 64 rows take them; each warp would make them for itself for those of fewer.
