@@ -24,6 +24,7 @@ from megatron_hybrid.models.config import (
     CHUNKED,
     GATED_DELTA_NET,
     KIMI_DELTA_ATTENTION,
+    LIGHTNING_ATTENTION,
     MAMBA,
     MAMBA1,
     SHARED_TRANSFORMER,
@@ -46,6 +47,7 @@ WRITE_INTERVALS = {
     SHARED_TRANSFORMER: 8,
     GATED_DELTA_NET: 4,
     KIMI_DELTA_ATTENTION: 4,
+    LIGHTNING_ATTENTION: 4,
 }
 NO_LIMIT = 2**62  # blocks or slots, on a stage where they take nothing
 # Keys that kernels of batch-invariant mode take at a time, or a multiple: a window's blocks begin

@@ -61,6 +61,8 @@ def test_decodes_and_prompts_mix(shape: AttentionShape, batch_invariant: bool) -
     short: Lengths = [(1, 1024), (1, 300), (7, 300), (40, 2000), (3, 3)]
     check(attention, rope, short, shape, tolerance=4e-2, decodes=2, **SIZES)
     check(attention, rope, [(4, 900), (3, 70)], shape, tolerance=4e-2, decodes=2, **SIZES)
+    many: Lengths = [*[(1, 900 + 37 * i) for i in range(10)], (5, 300), (3, 3)]
+    check(attention, rope, many, shape, tolerance=4e-2, decodes=len(many), **SIZES)
 
 
 @BOTH

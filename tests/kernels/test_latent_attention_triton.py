@@ -58,6 +58,8 @@ def test_decodes_and_prompts_mix(batch_invariant: bool, workspace_bytes: int) ->
     attention = small(batch_invariant, workspace_bytes)
     check(attention, rope, MIXED, decodes=3)
     check(attention, rope, MIXED[2:9], decodes=6)
+    many: Lengths = [*[(1, 5 + 9 * i) for i in range(7)], (2, 40), (3, 3), (1, 70)]
+    check(attention, rope, many, decodes=len(many))
 
 
 @A_THIRD

@@ -3,6 +3,7 @@ on tiles that are small enough for every kind of them to occur."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,5 +134,6 @@ def test_tiles_are_as_large_as_there_is_work_for_all_processors(
     assert paying == [False, False, False, True, True]
     rows = [triton_prompts.tile_for(shape, tokens, device).rows for tokens in (160, 512, 8192)]
     assert rows == [64, 128, 128]
+    assert triton_prompts.tile_for(replace(shape, window=512), 8192, device).rows == 64
     shape = attention_shape(32, 8, 128, 64, torch.float32)
     assert triton_prompts.tile_for(shape, 8192, device).rows == 32

@@ -317,5 +317,5 @@ class TritonIndexedAttention:
         if shape.dtype == torch.float32:
             return Tile(16, 4, 16 if shape.head_dim > 128 else 32, 1)
         if shape.head_dim > 256:
-            return Tile(min(rows, 64), 8, 32, 2)
+            return Tile(min(rows, 64), 8, 64, 2)
         return Tile(min(rows, 64), 4, 64 if shape.head_dim <= 128 else 32, 2)

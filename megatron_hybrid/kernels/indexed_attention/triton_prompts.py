@@ -29,7 +29,7 @@ _MOST_QUERIES = 31  # of a tile: bits of a number but its sign
 _LISTED = 1024  # groups at a time
 # Keys that a query of latents could see, on average, up to which each head's keys are made, and
 # those that were not chosen are hidden.
-HIDDEN_UP_TO = 6144
+HIDDEN_UP_TO = 8192
 
 
 class Tile(NamedTuple):

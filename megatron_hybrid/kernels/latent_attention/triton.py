@@ -237,7 +237,9 @@ class TritonLatentAttention:
         paged, shape, longest = inner.paged, inner.shape, inner.longest
         count, device, latent = paged.num_decodes, query.device, query.shape[2]
         places = longest * shape.heads
-        keys, tile = self._decode_tile(shape, places, device)
+        pairs = not self._folds and _is_read_by_pairs(shape)
+        one_loop = pairs or (not self._folds and count > _FEW)
+        keys, tile = self._decode_tile(shape, places, one_loop, count, device)
         items = inner.items if self._folds else min(inner.items, plan.wanted + count)
         room = min(self._workspace_bytes // (4 * places * (latent + 2)), items * inner.joins)
         parts = query.new_empty((room, places, latent), dtype=torch.float32)
@@ -249,23 +251,23 @@ class TritonLatentAttention:
         sizes = count, room, places, split, plan.wanted
         programs = items * cdiv(places, tile.rows)
         programs = min(programs, processors(device) * _programs_at_once(tile))
-        pairs = not self._folds and _is_read_by_pairs(shape)
         latents = cache.key.view(torch.int16) if pairs else cache.key
         decode_kernel[(programs,)](
             query, turned, latents, output, parts, sums,
             paged.cu_seqlens, paged.kv_length, paged.kv_indptr, paged.kv_indices,
             shape.scale * cache.k_scale * LOG2_E, cache.k_scale, *turned.stride()[:2], *sizes,
             **constants, **self._inner(shape, keys), ROWS=tile.rows, STAGES=tile.stages,
-            PAIRS=pairs, **tile.options, **OPTIONS,
+            ONE_LOOP=one_loop, PAIRS=pairs, **tile.options, **OPTIONS,
         )  # fmt: skip
         if room:
             part = min(constants.pop("DIMS"), _JOINED_DIMS if count <= _FEW else 512)
-            rows = _JOINED_ROWS if self._folds else 1
+            rows = 1 if one_loop else _JOINED_ROWS
+            at_once = _JOINED_SPLITS[count > _FEW] if one_loop else 0
             grid = count, cdiv(places, rows), cdiv(latent, part)
             join_kernel[grid](
                 output, parts, sums, paged.cu_seqlens, paged.kv_length, paged.kv_indptr,
                 cache.k_scale, *sizes, **constants, ROWS=rows, PART=part,
-                SPLITS=_JOINED_SPLITS[count > _FEW], num_warps=4, **OPTIONS,
+                SPLITS=at_once, num_warps=4, **OPTIONS,
             )  # fmt: skip
 
     def _attend_prompts(
@@ -290,14 +292,18 @@ class TritonLatentAttention:
         return self._keys or keys, tile
 
     def _decode_tile(
-        self, shape: AttentionShape, places: int, device: torch.device
+        self, shape: AttentionShape, places: int, one_loop: bool, count: int, device: torch.device
     ) -> tuple[int, Tile]:
-        """For decodes of so many rows."""
-        own = default_tile(shape, True, device) if self._folds else decode_tile(shape, device)
-        keys, tile = self._keys or own[0], self._decodes or own[1]
-        if self._decodes is None:
+        """For decodes of so many rows each, of `count` sequences."""
+        if one_loop:
+            own, tile = decode_tile(shape, device)
+            if count <= _FEW:  # what one program takes for a tile counts, not what all take
+                tile = tile._replace(warps=8)
+        else:
+            own, tile = default_tile(shape, self._folds, device)
+        if tile.rows < _WIDE:  # which some products need
             tile = tile._replace(rows=min(max(next_power_of_2(places), 16), tile.rows))
-        return keys, tile
+        return self._keys or own, self._decodes or tile
 
     def _constants(self, shape: AttentionShape, keys: int) -> dict[str, Any]:
         """Of all kernels but `_inner`'s."""

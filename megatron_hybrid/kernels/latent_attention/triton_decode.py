@@ -2,7 +2,8 @@
 depend on how keys are cut. The kernels around this are in triton_split_kernels.py.
 
 All keys go through one loop, those that not every row sees and what lies past the end as well: a
-second loop would begin with nothing on its way, and a split is a few tiles.
+second loop would begin with nothing on its way, and a split is a few tiles. (Of few sequences, that
+leave processors idle, two loops of more warps are done sooner, but of FP8 latents.)
 
 FP8 latents are read two dims at a time, as numbers of 16 bits, and taken apart in the registers of
 the products, as paged_attention/triton_decode.py does it with values, which see for why. So one

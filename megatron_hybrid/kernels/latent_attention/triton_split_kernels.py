@@ -168,10 +168,11 @@ def decode_kernel(
     HEADS: tl.constexpr, FOLDS: tl.constexpr, KEYS: tl.constexpr, LATENT: tl.constexpr,
     DIMS: tl.constexpr, TURNED: tl.constexpr, TURNED_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     FIRST: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    PAIRS: tl.constexpr,
+    ONE_LOOP: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """As that of paged_attention, of one KV head. Unless FOLDS, a sequence's splits are as long as
-    each other: there are as many as there would be of `split` keys. PAIRS: see triton_decode."""
+    each other: there are as many as there would be of `split` keys. ONE_LOOP, PAIRS: see
+    triton_decode."""
     tiles = tl.cdiv(places, ROWS)
     blocks_before = tl.load(kv_indptr + sequences).to(tl.int64)
     split = _split_of(split, wanted, blocks_before, FOLDS, KEYS, BLOCK_SIZE)
@@ -211,7 +212,7 @@ def decode_kernel(
                 LATENT, DIMS, TURNED, TURNED_DIMS,
             )  # fmt: skip
             position = length - queries + row // HEADS
-            if FOLDS:
+            if not ONE_LOOP:
                 # Keys that the first row sees, and so all others.
                 seen = tl.maximum(length - queries + tile * ROWS // HEADS + 1, 0) // KEYS * KEYS
                 most, total, result = _all_keys(
@@ -248,7 +249,7 @@ def join_kernel(
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     """The splits that decode_kernel left in `parts` and `sums`, of ROWS rows of a sequence and PART
-    of their numbers. Unless FOLDS, of one row, SPLITS at a time."""
+    of their numbers. SPLITS: of one row so many at a time; 0: one after the other."""
     blocks_before = tl.load(kv_indptr + sequences).to(tl.int64)
     split = _split_of(split, wanted, blocks_before, FOLDS, KEYS, BLOCK_SIZE)
     sequence = tl.program_id(0)
@@ -263,7 +264,7 @@ def join_kernel(
     let_next_start()
     if (splits <= 1) | (end_item > room):
         return
-    if not FOLDS:
+    if SPLITS:
         row = tl.program_id(1)
         place = ((first_token + row // HEADS) * HEADS + row % HEADS) * LATENT
         join_splits(

@@ -59,6 +59,7 @@ from megatron_hybrid.kernels.paged_attention.triton_split_kernels import (
 )
 
 _SPREAD = 256  # numbers of a program
+_SHORT = 512  # tokens of a window
 _LARGEST = tl.constexpr(65504.0)  # that float16 has
 
 
@@ -81,9 +82,10 @@ def pays(shape: AttentionShape, tokens: int, device: torch.device) -> bool:
 
 
 def tile_for(shape: AttentionShape, tokens: int, device: torch.device) -> Tile:
-    """By default, for so many tokens of prompts."""
+    """By default, for so many tokens of prompts. With a short window half of a large tile's keys
+    would be behind some queries'."""
     small = _small(shape)
-    if shape.dtype == torch.float32:
+    if shape.dtype == torch.float32 or 0 < shape.window <= _SHORT:
         return small
     large = Tile(128, 64, 8, 3 if shape.head_dim <= 128 else 2, 1)
     return large if 2 * _items(large, shape, tokens) >= processors(device) else small
