@@ -4,6 +4,7 @@ devices: imported by tests that run kernels in it."""
 from __future__ import annotations
 
 import inspect
+import operator as operators
 import os
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,15 @@ _tensor_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
 _common_types: dict[tuple[Any, ...], Any] = {}
 _builtins: dict[int, list[tuple[str, Any]]] = {}  # by the module or class
 _RANGES = {"int32": 1 << 31, "int64": 1 << 63, "fp32": 0}  # 0: of any number
+_INTEGERS = {"int1", "int32", "int64"}
+_COMPARISONS = {
+    "lt": "less_than",
+    "le": "less_equal",
+    "gt": "greater_than",
+    "ge": "greater_equal",
+    "eq": "equal",
+    "ne": "not_equal",
+}
 _numpy_dtypes: dict[str, np.dtype[Any]] = {}
 _bool_types: dict[tuple[int, ...], Any] = {}
 # Which numbers need a look when a handle is made: wider ones, and those of other types.
@@ -212,6 +222,24 @@ def _with_offsets(plainly: Any) -> Any:
     return add
 
 
+def _of_bits(compute: Any, plainly: Any) -> Any:
+    """And, or, and exclusive or, of masks and of integers of one type."""
+
+    def operate(self: Any, lhs: Any, rhs: Any) -> Any:
+        if type(lhs) is tl.tensor and lhs.dtype.name in _INTEGERS:
+            if type(rhs) is tl.tensor:
+                if lhs.dtype is rhs.dtype and lhs.handle.data.dtype is rhs.handle.data.dtype:
+                    if lhs.shape is rhs.shape or not rhs.type.is_block():
+                        return _tensor_like(compute(lhs.handle.data, rhs.handle.data), lhs)
+                    if not lhs.type.is_block():
+                        return _tensor_like(compute(lhs.handle.data, rhs.handle.data), rhs)
+            elif _is_of_type(rhs, lhs.dtype):
+                return _tensor_like(compute(lhs.handle.data, rhs), lhs)
+        return plainly(self, lhs, rhs)
+
+    return operate
+
+
 def _cast(self: Any, source: Any, dtype: Any, rounding: Any = None) -> Any:
     target = dtype.scalar
     if rounding is None and (source.dtype.name, target.name) in _CASTS:
@@ -246,9 +274,38 @@ def _members(package: Any) -> Any:
     """Of the language, whose functions are found and looked at once."""
     if (known := _builtins.get(id(package))) is None:
         found = inspect.getmembers(package)
-        known = [(name, _interpreted(f)) for name, f in found if tl.core.is_builtin(f)]
+        at_once = _operators() if package is tl.tensor else {}
+        known = [
+            (name, at_once.get(name) or _interpreted(f))
+            for name, f in found
+            if tl.core.is_builtin(f)
+        ]
         _builtins[id(package)] = known
     return known
+
+
+def _operators() -> dict[str, Any]:
+    """Of tensors: at once what the language does for them, without the functions in between."""
+    found: dict[str, Any] = {}
+
+    def add(operator: str, name: str, *options: bool) -> None:
+        compute, semantic = getattr(TritonSemantic, name), interpreter.interpreter_semantic
+
+        def operate(self: Any, other: Any, _semantic: Any = None) -> Any:
+            return compute(semantic, self, _unwrapped(other), *options)
+
+        def reflected(self: Any, other: Any, _semantic: Any = None) -> Any:
+            return compute(semantic, _unwrapped(other), self, *options)
+
+        found[f"__{operator}__"], found[f"__r{operator}__"] = operate, reflected
+
+    for operator in ("add", "sub", "mul"):
+        add(operator, operator, True)
+    for operator in ("and", "or", "xor"):
+        add(operator, f"{operator}_")
+    for operator, name in _COMPARISONS.items():
+        add(operator, name)
+    return found
 
 
 def _interpreted(member: Any) -> Any:
@@ -313,13 +370,10 @@ if interpreter is not None and os.environ.get("TRITON_INTERPRET") == "1":
         plainly = getattr(TritonSemantic, name)
         setattr(TritonSemantic, name, _at_once(compute, plainly, _tensor_like))
     TritonSemantic.add = _with_offsets(TritonSemantic.add)
-    for name, compute in {
-        "less_than": np.less,
-        "less_equal": np.less_equal,
-        "greater_than": np.greater,
-        "greater_equal": np.greater_equal,
-        "equal": np.equal,
-        "not_equal": np.not_equal,
-    }.items():
-        plainly = getattr(TritonSemantic, name)
+    for operator, name in _COMPARISONS.items():
+        plainly, compute = getattr(TritonSemantic, name), getattr(operators, operator)
         setattr(TritonSemantic, name, _at_once(compute, plainly, _compared))
+    for operator in ("and_", "or_", "xor"):
+        name = operator.rstrip("_") + "_"
+        plainly, compute = getattr(TritonSemantic, name), getattr(operators, operator)
+        setattr(TritonSemantic, name, _of_bits(compute, plainly))

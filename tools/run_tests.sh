@@ -26,6 +26,8 @@ export TORCHDYNAMO_DISABLE=1
 # not lie among the sources.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX="$VENV/bytecode"
+# So is what transformers reads 3,400 files for whenever it is imported.
+export PYTHONPATH="$ROOT/tests/startup${PYTHONPATH:+:$PYTHONPATH}"
 has_bytecode=$([ -e "$PYTHONPYCACHEPREFIX" ] && echo yes || true)
 
 if [ $# -gt 0 ]; then

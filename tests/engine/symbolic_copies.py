@@ -28,6 +28,11 @@ class SymbolicMemory(dict[int, int]):
         self.last_used[place] = self._launches()
         return super().get(place, default)
 
+    def read(self, places: range) -> list[int | None]:
+        """What is at each of them."""
+        self.last_used.update(dict.fromkeys(places, self._launches()))
+        return list(map(super().get, places))
+
     def __getitem__(self, place: int) -> int:
         self.last_used[place] = self._launches()
         return super().__getitem__(place)

@@ -56,7 +56,8 @@ def test_mix(tokens: int, activation: str, gated: bool) -> None:
 @pytest.mark.parametrize("tokens", [2, 60])
 def test_ranks_with_some_of_the_experts_add_up_to_all(tokens: int) -> None:
     m = mixture(tokens, chosen=3)
-    check(sum(triton.mix(*part.arguments(6)) for part in shared_out(m, 4)), by_hand(m))
+    parts = shared_out(m, usually(2, 4))
+    check(sum(triton.mix(*part.arguments(6)) for part in parts), by_hand(m))
     nobodys = shared_out(m, 4)[0]
     nobodys.experts.fill_(2)
     assert not triton.mix(*nobodys.arguments(6)).any()
@@ -176,7 +177,7 @@ def test_mix_of_no_expert_that_is_here_and_a_shared_mlp(tokens: int) -> None:
 def test_one_rank_of_several_adds_the_shared_mlp() -> None:
     m = mixture(40, chosen=3)
     shared = shared_mlp(40, 48, True, False)
-    first, *others = [part.arguments(6) for part in shared_out(m, 4)]
+    first, *others = [part.arguments(6) for part in shared_out(m, usually(2, 4))]
     mixed = triton.mix(*first, shared=shared) + sum(triton.mix(*other) for other in others)
     check(mixed, by_hand(m) + shared_by_hand(m, shared))
 
@@ -302,7 +303,7 @@ def test_few_tokens_in_fp4_and_a_shared_mlp(
 def test_few_tokens_in_fp4_of_ranks_with_some_of_the_experts() -> None:
     m = mixture(2, chosen=3, width=32, inner=16, dtype=torch.bfloat16)
     mlp, plain_mlp = quantized_shared(shared_mlp(32, 16, True, True, dtype=torch.bfloat16), FP4)
-    parts = [quantized_mixture(part, FP4) for part in shared_out(m, 4)]
+    parts = [quantized_mixture(part, FP4) for part in shared_out(m, usually(2, 4))]
     first, *others = [packed.arguments(6) for packed, _ in parts]
     mixed = triton.mix(*first, shared=mlp).float()
     mixed += sum(triton.mix(*other).float() for other in others)
@@ -329,7 +330,7 @@ def test_ranks_with_quantized_weights_add_up_to_all() -> None:
         m = mixture(tokens, chosen=3, width=64, inner=64)
         format = QUANTIZED["int8"]
         whole, _ = quantized_mixture(m, format)
-        parts = [quantized_mixture(part, format)[0] for part in shared_out(m, 4)]
+        parts = [quantized_mixture(part, format)[0] for part in shared_out(m, usually(2, 4))]
         mixed = [triton.mix(*part.arguments(6)) for part in parts]
         torch.testing.assert_close(sum(mixed), triton.mix(*whole.arguments()))
 

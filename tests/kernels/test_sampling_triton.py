@@ -59,6 +59,7 @@ def test_draws_from_groups_of_the_usual_sizes() -> None:
     check_draws(sampling, Draws.random(12, 9001, dtype=torch.bfloat16), SLACK)
 
 
+@A_THIRD
 @pytest.mark.parametrize("top_k", [0, 3, 130])
 @pytest.mark.parametrize("scale", usually([0.01, 3.0], [0.01, 0.3, 1.0, 3.0, 10.0]))
 def test_flat_and_peaked_rows(scale: float, top_k: int) -> None:

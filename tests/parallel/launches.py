@@ -21,8 +21,7 @@ import yaml
 
 from bench.ports import free_port
 from megatron_hybrid import LLM, SamplingParams
-from tests.parallel.ranks import python_path
-from tests.server.running import ROOT, is_alive
+from tests.server.running import ROOT, is_alive, python_path
 from tests.server.running import children_of as children
 from tests.text.make_tokenizers import byte_level, save
 from tests.tiny_models import make_tiny_model

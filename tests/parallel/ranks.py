@@ -45,11 +45,6 @@ def run_on_ranks(count: int, module: str, folder: Path, *arguments: str) -> dict
     return dict(ranks[0])
 
 
-def python_path() -> str:
-    """PYTHONPATH for processes that import this checkout, and what this one can import."""
-    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
 def start_ranks(count: int, module: str, folder: Path, *arguments: str) -> None:
     """Run the module on so many ranks; it gets `folder` and the arguments. Each rank's output is in
     `folder/rank<number>.log`. A rank that fails ends the others."""

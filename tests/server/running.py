@@ -18,6 +18,11 @@ from types import TracebackType
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def python_path() -> str:
+    """PYTHONPATH for processes that import this checkout, and what this one can import."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -43,7 +48,7 @@ class ServerProcess:
         self.process = subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment},
+            env={**os.environ, "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1", **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

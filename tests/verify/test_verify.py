@@ -19,8 +19,8 @@ from megatron_hybrid import LLM, cli
 from megatron_hybrid.execution.runner import ModelRunner
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.verify import prompts, ways
-from tests.parallel.ranks import python_path
 from tests.quantized_folders import FORMATS, write
+from tests.server.running import python_path
 from tests.text.make_tokenizers import byte_level, save
 from tests.thorough import EVERYTHING, thorough, usually
 from tests.tiny_models import FAMILIES, make_tiny_model

@@ -149,6 +149,8 @@ def test_the_engines_counters_are_on_the_metrics_page(
         assert float(figures[f"megatron_hybrid:{name}"]) > 0
 
 
+# tests/parallel: test_engine_on_two_ranks.py has the answers, test_faults.py service and its end
+@thorough
 def test_two_ranks_answer_like_one_and_end_together(
     model_folder: Path, client: openai.OpenAI
 ) -> None:

@@ -20,9 +20,8 @@ from megatron_hybrid.server.link.traces import AnswerTrace, RequestTrace
 from megatron_hybrid.server.options import OTLP_PROTOCOLS, ServerOptions
 from megatron_hybrid.server.processes import trace_exporter
 from megatron_hybrid.server.processes.trace_exporter import Spans, check_tracing, make_exporter
-from tests.parallel.ranks import python_path
 from tests.server.http.test_tracing import PARENT
-from tests.server.running import ServerProcess, http_server, wait_until
+from tests.server.running import ServerProcess, http_server, python_path, wait_until
 from tests.thorough import thorough
 
 pytest.importorskip("opentelemetry.sdk")
