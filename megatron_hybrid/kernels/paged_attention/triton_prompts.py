@@ -82,8 +82,7 @@ def pays(shape: AttentionShape, tokens: int, device: torch.device) -> bool:
 
 
 def tile_for(shape: AttentionShape, tokens: int, device: torch.device) -> Tile:
-    """By default, for so many tokens of prompts. With a short window half of a large tile's keys
-    would be behind some queries'."""
+    """The fastest of those tried on an H200, for so many tokens of prompts."""
     small = _small(shape)
     if shape.dtype == torch.float32 or 0 < shape.window <= _SHORT:
         return small
