@@ -177,17 +177,14 @@ class TritonIndexedAttention:
         rows: int,
     ) -> None:
         """Of so many tokens from `first` on, each by itself."""
-        index, paged = plan.index, plan.paged
-        assert cache.index is not None
+        paged = plan.paged
         programs = _PROGRAMS * processors(query.device) // rows
         parts = max(1, min(programs, cdiv(plan.room, _GROUPS)))
         score_kernel[(rows, parts)](
             query, weights, cache.index, scores, paged.cu_seqlens, paged.kv_length,
             paged.kv_indptr, paged.kv_indices, first, len(paged.kv_length), scores.shape[1],
             0 if weights is None else weights.stride(0), query.stride(0),
-            GROUP=index.group, CHOSEN=index.chosen, HEADS=index.heads, DIM=index.dim,
-            WIDTH=cache.index.shape[2], BLOCK_SIZE=plan.shape.block_size,
-            ROWS=max(next_power_of_2(index.heads), 16), DIMS=max(next_power_of_2(index.dim), 16),
+            **plan.score_constants(cache), ROWS=max(next_power_of_2(plan.index.heads), 16),
             GROUPS=_GROUPS, STAGES=2, num_warps=4, **OPTIONS,
         )  # fmt: skip
 

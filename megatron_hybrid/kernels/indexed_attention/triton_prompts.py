@@ -70,6 +70,20 @@ class IndexedPlan:
     bits: Tensor | None = None  # [tokens of prompts, words] int32, where they are attended by heads
     shared: Shared | None = None
 
+    def score_constants(self, cache: KVCache) -> dict[str, int]:
+        """Of the kernels that score groups."""
+        index = self.index
+        assert cache.index is not None
+        return {
+            "GROUP": index.group,
+            "CHOSEN": index.chosen,
+            "HEADS": index.heads,
+            "DIM": index.dim,
+            "DIMS": max(next_power_of_2(index.dim), 16),
+            "WIDTH": cache.index.shape[2],
+            "BLOCK_SIZE": self.shape.block_size,
+        }
+
 
 def prompts_of(
     paged: PagedSequences, shape: AttentionShape, tile: Tile, every: Plan
@@ -104,16 +118,14 @@ def score_tiles(
     rows: int,
 ) -> None:
     """Scores [>= rows, room] of so many tokens of the prompts, from `first` on."""
-    index, paged = plan.index, plan.paged
-    assert cache.index is not None
+    paged = plan.paged
     tokens, groups = (64, 128) if query.dtype != torch.float32 else (16, 64)
     score_tiles_kernel[(cdiv(rows, tokens), cdiv(plan.room, groups))](
         query, weights, cache.index, scores, paged.cu_seqlens, paged.kv_length,
         paged.kv_indptr, paged.kv_indices, first, rows, len(paged.kv_length), scores.shape[1],
         0 if weights is None else weights.stride(0), query.stride(0),
-        GROUP=index.group, CHOSEN=index.chosen, HEADS=index.heads, DIM=index.dim,
-        WIDTH=cache.index.shape[2], BLOCK_SIZE=plan.shape.block_size, TOKENS=tokens,
-        DIMS=max(next_power_of_2(index.dim), 16), GROUPS=groups, STAGES=2, num_warps=4, **OPTIONS,
+        **plan.score_constants(cache), TOKENS=tokens, GROUPS=groups, STAGES=2, num_warps=4,
+        **OPTIONS,
     )  # fmt: skip
 
 

@@ -67,6 +67,20 @@ def _loaded(where, readable, WIDTH: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
+def latents_at(
+    latents, block, first, tile, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    FIRST: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Where the latents of the keys first + tile [KEYS] begin [KEYS, 1]; block: block_of them."""
+    if WHOLE:  # one address, and distances that stay the same
+        row = block.to(tl.int64) * BLOCK_SIZE + (FIRST + first) % BLOCK_SIZE
+        return latents + row * WIDTH + (tile * WIDTH)[:, None]
+    else:
+        row = block.to(tl.int64) * BLOCK_SIZE + (FIRST + first + tile) % BLOCK_SIZE
+        return latents + (row * WIDTH)[:, None]
+
+
+@triton.jit
 def attended(
     q, t, latents, blocks, position, begin, end, scale, PAIRS: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, LATENT: tl.constexpr, DIMS: tl.constexpr, TURNED: tl.constexpr,
@@ -96,12 +110,7 @@ def attended(
     block = block_of(blocks, begin, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
     for first in tl.range(begin, end, KEYS, num_stages=STAGES):
         at = first + tile
-        if WHOLE:  # one address, and distances that stay the same
-            row = block.to(tl.int64) * BLOCK_SIZE + (FIRST + first) % BLOCK_SIZE
-            where = latents + row * WIDTH + (tile * WIDTH)[:, None]
-        else:
-            row = block.to(tl.int64) * BLOCK_SIZE + (FIRST + at) % BLOCK_SIZE
-            where = latents + (row * WIDTH)[:, None]
+        where = latents_at(latents, block, first, tile, WIDTH, BLOCK_SIZE, FIRST, WHOLE)
         # what lies past the end was never written: it is not read
         k = _loaded(where, at < end, LATENT // STEP, DIMS // STEP)
         r = _loaded(where + LATENT // STEP, at < end, TURNED // STEP, TURNED_DIMS // STEP)

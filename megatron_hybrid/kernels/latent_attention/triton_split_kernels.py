@@ -14,7 +14,11 @@ import triton
 import triton.language as tl
 
 from megatron_hybrid.kernels.dependent_launch import let_next_start, wait_for_inputs
-from megatron_hybrid.kernels.latent_attention.triton_decode import attended, join_splits
+from megatron_hybrid.kernels.latent_attention.triton_decode import (
+    attended,
+    join_splits,
+    latents_at,
+)
 from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.paged_attention.triton_kv_tiles import block_of
 from megatron_hybrid.kernels.paged_attention.triton_split_kernels import (
@@ -64,12 +68,7 @@ def _attended(
     block = block_of(blocks, begin, end, FIRST, BLOCK_SIZE, KEYS, WHOLE)
     for first in tl.range(begin, end, KEYS, num_stages=STAGES):
         at = first + tile
-        if WHOLE:  # one address, and distances that stay the same
-            row = block.to(tl.int64) * BLOCK_SIZE + (FIRST + first) % BLOCK_SIZE
-            where = latents + row * WIDTH + (tile * WIDTH)[:, None]
-        else:
-            row = block.to(tl.int64) * BLOCK_SIZE + (FIRST + at) % BLOCK_SIZE
-            where = latents + (row * WIDTH)[:, None]
+        where = latents_at(latents, block, first, tile, WIDTH, BLOCK_SIZE, FIRST, WHOLE)
         # what lies past the end was never written: it is not read
         if MASKED or DIMS > LATENT:
             readable = (at < end)[:, None] & (dim < LATENT)[None, :]
