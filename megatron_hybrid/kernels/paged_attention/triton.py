@@ -29,6 +29,7 @@ from megatron_hybrid.kernels.paged_attention.prompts import TILE
 from megatron_hybrid.kernels.paged_attention.protocol import RelativeBias
 from megatron_hybrid.kernels.paged_attention.triton_bias import BiasArguments, biases, load_weights
 from megatron_hybrid.kernels.paged_attention.triton_decode import LOG2_E, MOST_SPLITS
+from megatron_hybrid.kernels.paged_attention.triton_kv_tiles import sees
 from megatron_hybrid.kernels.paged_attention.triton_sinks import load_sinks
 
 # Where a step's tables begin is no reason to compile once more.
@@ -298,12 +299,7 @@ def _attended(
             own, bank, query, first_query = relative
             nearest = first_query - (first_key + KEYS - 1)
             scores += biases(own, bank, query, nearest, KEYS, EXTENT, PROFILES, BLOCK_P, SPAN)
-        seen = at[None, :] <= position[:, None]
-        if FIRST > 0:
-            seen = seen & (at >= FIRST)[None, :]
-        if WINDOW > 0:
-            seen = seen & (at[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
+        scores = tl.where(sees(position, at, FIRST, WINDOW), scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
         if IS_SPLIT or FIRST > 0 or WINDOW > 0:
             # Some rows may see none of these keys; else key 0 comes first, which all of them see.

@@ -38,6 +38,7 @@ from megatron_hybrid.kernels.paged_attention.triton_bias import (
     biases_of_few,
     load_weights,
 )
+from megatron_hybrid.kernels.paged_attention.triton_kv_tiles import sees
 from megatron_hybrid.kernels.paged_attention.triton_sinks import load_sinks
 
 LOG2_E = 1.4426950408889634  # exp2 is what devices have
@@ -256,12 +257,7 @@ def _attended(
             scores += biases_of_few(
                 own, bank, query, nearest, QUERIES, KEYS, EXTENT, PROFILES, BLOCK_P
             )
-        seen = at[None, :] <= position[:, None]
-        if FIRST > 0:
-            seen = seen & (at >= FIRST)[None, :]
-        if WINDOW > 0:
-            seen = seen & (at[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
+        scores = tl.where(sees(position, at, FIRST, WINDOW), scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp2(scores - larger[:, None])
         shrink = tl.exp2(largest - larger)

@@ -36,6 +36,18 @@ def block_of(
 
 
 @triton.jit
+def sees(position, at, FIRST: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether rows [ROWS], the last key of each of which is at `position`, see the keys at `at`
+    [KEYS]: [ROWS, KEYS]."""
+    seen = at[None, :] <= position[:, None]
+    if FIRST > 0:
+        seen = seen & (at >= FIRST)[None, :]
+    if WINDOW > 0:
+        seen = seen & (at[None, :] > position[:, None] - WINDOW)
+    return seen
+
+
+@triton.jit
 def load_kv(
     key_cache, value_cache, key_tiles, value_tiles, block, kv_head, kv_heads, first, end,
     MASKED: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,

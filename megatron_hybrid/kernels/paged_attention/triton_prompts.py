@@ -45,6 +45,7 @@ from megatron_hybrid.kernels.paged_attention.triton_kv_tiles import (
     block_of,
     has_whole_tiles,
     load_kv,
+    sees,
     tiles_of,
 )
 from megatron_hybrid.kernels.paged_attention.triton_sinks import with_sinks
@@ -243,11 +244,7 @@ def _attended(
             more = tl.load(made[:, None] + (first - base + tile)[None, :])
             scores += more.to(tl.float32) * per_scale
         if MASKED:
-            at = (first + tile)[None, :]
-            seen = at <= position[:, None]
-            if WINDOW > 0:
-                seen = seen & (at > position[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = tl.where(sees(position, first + tile, 0, WINDOW), scores, float("-inf"))
         larger = tl.maximum(most, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - larger[:, None])
         shrink = tl.exp2(most - larger)

@@ -14,7 +14,7 @@ import triton.language as tl
 from megatron_hybrid.kernels.dependent_launch import ENABLED, let_next_start, wait_for_inputs
 from megatron_hybrid.kernels.launching import launched
 from megatron_hybrid.kernels.paged_attention.triton_bias import biases, load_weights
-from megatron_hybrid.kernels.paged_attention.triton_kv_tiles import block_of, load_kv
+from megatron_hybrid.kernels.paged_attention.triton_kv_tiles import block_of, load_kv, sees
 from megatron_hybrid.kernels.paged_attention.triton_sinks import with_sinks
 
 # Sequences that are searched at the same time.
@@ -153,10 +153,7 @@ def _attended(
                     more = biases(own, bank, query, nearest, KEYS, EXTENT, PROFILES, BLOCK_P, SPAN)
                 scores = tl.fma(scores, tl.zeros_like(scores) + scale, more)
             if MASKED:
-                seen = at[None, :] <= position[:, None]
-                if WINDOW > 0:
-                    seen = seen & (at[None, :] > position[:, None] - WINDOW)
-                scores = tl.where(seen, scores, float("-inf"))
+                scores = tl.where(sees(position, at, 0, WINDOW), scores, float("-inf"))
             if relative is not None:
                 larger = tl.maximum(m, tl.max(scores, 1))
                 weights = tl.exp2(scores - larger[:, None]).to(q.dtype)
