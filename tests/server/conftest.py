@@ -22,6 +22,7 @@ from megatron_hybrid.server.options import ServerOptions
 from megatron_hybrid.server.replicas.replica_set import ReplicaSet
 from megatron_hybrid.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
+from tests.server.running import Hold
 
 MAX_QUEUE = 4
 STORE_BYTES, STORE_SECONDS = 10**7, 3600.0  # of stored responses
@@ -134,6 +135,12 @@ def reference_http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlaskCl
     """Requests to the application before the real engine with the reference model."""
     with reference_server(tmp_path_factory.mktemp("s")) as (http, _):
         yield http
+
+
+@pytest.fixture(scope="module")
+def hold(tmp_path_factory: pytest.TempPathFactory) -> Hold:
+    """For servers with its flags."""
+    return Hold(tmp_path_factory.mktemp("hold"))
 
 
 @pytest.fixture

@@ -71,6 +71,9 @@ class _Running:
     aborted: FinishReason | None = None
     begun: bool = False
 
+    def is_at_its_last_token(self) -> bool:
+        return self.aborted is None and len(self.generated) + 1 >= self.max_tokens
+
 
 class FakeTransfers:
     """Of prompts that another server computes: nothing is read of them unless a test says so.
@@ -154,6 +157,7 @@ class FakeEngine(DynamicInferenceEngine):
     One token a step for each choice; the choices after the first skip the whole prompt.
 
     `fail_on`: a prompt that holds this id makes `step` raise (once; each time with `fails_again`).
+    `held_by`: while there is such a file, no choice gets its last token.
     """
 
     max_seq_length = 128
@@ -171,6 +175,7 @@ class FakeEngine(DynamicInferenceEngine):
         step_seconds: float = 0.0,
         fail_on: int | None = None,
         fails_again: bool = False,
+        held_by: Path | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -178,6 +183,7 @@ class FakeEngine(DynamicInferenceEngine):
         self.step_seconds = step_seconds
         self._fail_on = fail_on
         self.fails_again = fails_again
+        self._held_by = held_by
         self.added: list[Added] = []
         self._running: dict[tuple[str, int], _Running] = {}
         self._cached: set[tuple[str, tuple[int, ...]]] = set()
@@ -291,6 +297,8 @@ class FakeEngine(DynamicInferenceEngine):
         if self._broken or any(one.aborted is None for one in failing):
             self._broken = self.fails_again
             raise RuntimeError("the fake engine was asked to fail")
+        if self._held_by is not None and self._held_by.exists():
+            active = {key: one for key, one in active.items() if not one.is_at_its_last_token()}
         events = [self._advance(*key, one) for key, one in active.items()]
         for event in events:
             if event.finish_reason is not None:

@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 import time
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--held-by", type=Path, help="no answer ends while there is this file")
     parser.add_argument("--load-seconds", type=float, default=0.0)
     parser.add_argument("--max-seq-length", type=int, default=FakeEngine.max_seq_length)
     parser.add_argument("--http-workers", type=int, default=1)
@@ -67,6 +69,7 @@ def main() -> int:
         step_seconds=args.step_seconds,
         fail_on=None if args.never_fails else tokenizer.encode(FAILING_TEXT).ids[0],
         fails_again=args.fails_again,
+        held_by=args.held_by,
     )
     engine.max_seq_length = args.max_seq_length
     options = ServerOptions(

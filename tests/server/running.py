@@ -30,6 +30,20 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
+class Hold:
+    """While it is held, no answer of fake servers with `flags` ends, on the busiest machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "hold"
+        self.flags = ("--held-by", str(self._file))
+
+    def __enter__(self) -> None:
+        self._file.touch()
+
+    def __exit__(self, *raised: object) -> None:
+        self._file.unlink()
+
+
 @contextlib.contextmanager
 def http_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """Somebody else's, whom ours calls, in a thread of this process; its address."""

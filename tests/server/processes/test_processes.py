@@ -24,7 +24,7 @@ import pytest
 from bench.ports import free_port
 from megatron_hybrid.server.ask import FirstQuestion
 from megatron_hybrid.server.options import LaunchOptions, ServerOptions
-from tests.server.running import ROOT, ServerProcess, is_alive, wait_until
+from tests.server.running import ROOT, Hold, ServerProcess, is_alive, wait_until
 from tests.thorough import thorough
 
 JSON = {"Content-Type": "application/json"}
@@ -44,8 +44,8 @@ LONG = {"prompt": "Hello", "max_tokens": 100, "temperature": 0, "stream": True}
 
 
 @pytest.fixture(scope="module")
-def server(tokenizer_folder: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(*FAKE, str(tokenizer_folder), "--step-seconds", "0.05") as server:
+def server(tokenizer_folder: Path, hold: Hold) -> Iterator[ServerProcess]:
+    with own(tokenizer_folder, *hold.flags) as server:
         yield server
 
 
@@ -62,7 +62,7 @@ def send(url: str, body: Any = None) -> tuple[int, Any]:
 def open_stream(
     server: ServerProcess, max_tokens: int = 100
 ) -> tuple[http.client.HTTPConnection, Any]:
-    """A connection on which an answer of 100 tokens begins to come, for 5 seconds."""
+    """A connection on which an answer begins to come."""
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=20)
     body = json.dumps({**LONG, "max_tokens": max_tokens})
     connection.request("POST", "/v1/completions", body, JSON)
@@ -133,27 +133,29 @@ def test_tokens_arrive_one_by_one(server: ServerProcess) -> None:
     assert arrivals[-1] - arrivals[0] > 1.0  # 40 steps of 0.05 s
 
 
-def test_a_client_that_hangs_up_frees_the_engine(server: ServerProcess) -> None:
-    connection, answer = open_stream(server)
-    assert engine_figure(server, "num_requests_running") == 1
-    answer.close()  # the socket closes with the last of both
-    connection.close()
-    wait_until(lambda: engine_figure(server, "num_requests_running") == 0, 3.0)
+def test_a_client_that_hangs_up_frees_the_engine(server: ServerProcess, hold: Hold) -> None:
+    with hold:
+        connection, answer = open_stream(server)
+        assert engine_figure(server, "num_requests_running") == 1
+        answer.close()  # the socket closes with the last of both
+        connection.close()
+        wait_until(lambda: engine_figure(server, "num_requests_running") == 0)
 
 
 def test_a_client_that_hangs_up_before_its_whole_answer_frees_the_engine(
-    server: ServerProcess,
+    server: ServerProcess, hold: Hold
 ) -> None:
     address = urlsplit(server.url)
     body = json.dumps({**LONG, "stream": False}).encode()
-    with socket.create_connection((address.hostname, address.port)) as client:
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        client.sendall(head.encode() + body)
-        wait_until(lambda: engine_figure(server, "num_requests_running") == 1)
-    wait_until(lambda: engine_figure(server, "num_requests_running") == 0, 3.0)
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    with hold:
+        with socket.create_connection((address.hostname, address.port)) as client:
+            client.sendall(head.encode() + body)
+            wait_until(lambda: engine_figure(server, "num_requests_running") == 1)
+        wait_until(lambda: engine_figure(server, "num_requests_running") == 0)
 
 
 def test_bad_requests_leave_the_connection_usable(server: ServerProcess) -> None:
@@ -219,8 +221,10 @@ def test_a_signal_lets_open_requests_finish_and_leaves_nothing(
         ends_together(server, processes)
 
 
-def test_a_second_signal_ends_open_requests(tokenizer_folder: Path, temporary: str) -> None:
-    with own(tokenizer_folder, TMPDIR=temporary) as server:
+def test_a_second_signal_ends_open_requests(
+    tokenizer_folder: Path, temporary: str, hold: Hold
+) -> None:
+    with hold, own(tokenizer_folder, *hold.flags, TMPDIR=temporary) as server:
         processes = server.descendants()
         connection, answer = open_stream(server)
         server.process.send_signal(signal.SIGTERM)
@@ -235,9 +239,10 @@ def test_a_second_signal_ends_open_requests(tokenizer_folder: Path, temporary: s
 
 
 def test_requests_that_outlast_the_shutdown_timeout_are_ended(
-    tokenizer_folder: Path, temporary: str
+    tokenizer_folder: Path, temporary: str, hold: Hold
 ) -> None:
-    with own(tokenizer_folder, "--shutdown-timeout", "0.5", TMPDIR=temporary) as server:
+    flags = ("--shutdown-timeout", "0.5", *hold.flags)
+    with hold, own(tokenizer_folder, *flags, TMPDIR=temporary) as server:
         connection, answer = open_stream(server)
         assert server.stop(signal.SIGTERM) == 0
         assert b"shutting down" in answer.read()
@@ -254,14 +259,16 @@ def accepts(server: ServerProcess) -> bool:
 
 
 def test_a_killed_engine_is_told_to_clients_and_a_restarted_one_is_joined(
-    tokenizer_folder: Path, temporary: str, port: str
+    tokenizer_folder: Path, temporary: str, port: str, hold: Hold
 ) -> None:
-    with own(tokenizer_folder, "--port", port, TMPDIR=temporary) as first:
+    flags = ("--port", port, *hold.flags)
+    with own(tokenizer_folder, *flags, TMPDIR=temporary) as first:
         front_end = first.descendants()
-        connection, answer = open_stream(first)
-        status, health = send(f"{first.url}/health")
-        assert (status, health["engine_pid"]) == (200, first.process.pid)
-        first.process.kill()
+        with hold:
+            connection, answer = open_stream(first)
+            status, health = send(f"{first.url}/health")
+            assert (status, health["engine_pid"]) == (200, first.process.pid)
+            first.process.kill()
         assert b"engine process has ended" in answer.read()
         connection.close()
         with pytest.raises(urllib.error.HTTPError) as caught:
@@ -270,7 +277,7 @@ def test_a_killed_engine_is_told_to_clients_and_a_restarted_one_is_joined(
         assert int(caught.value.headers["Retry-After"]) > 0
         assert "ended" in json.load(caught.value)["error"]["message"]
         assert send(f"{first.url}/v1/completions", {"prompt": "Hello"})[0] == 503
-        with own(tokenizer_folder, "--port", port, TMPDIR=temporary) as second:
+        with own(tokenizer_folder, *flags, TMPDIR=temporary) as second:
             assert second.url == first.url
             status, health = send(f"{second.url}/health")
             assert (status, health["engine_pid"]) == (200, second.process.pid)
@@ -318,15 +325,15 @@ def test_a_second_server_on_the_same_address_is_refused(
 
 
 def test_a_killed_worker_is_replaced_and_its_requests_are_aborted(
-    tokenizer_folder: Path, temporary: str
+    tokenizer_folder: Path, temporary: str, hold: Hold
 ) -> None:
-    with own(tokenizer_folder, TMPDIR=temporary) as server:
+    with hold, own(tokenizer_folder, *hold.flags, TMPDIR=temporary) as server:
         master, _, worker = server.descendants()
         connection, answer = open_stream(server)
         os.kill(worker, signal.SIGKILL)
         wait_until(lambda: len(server.descendants()) == 3 and worker not in server.descendants())
         wait_until(lambda: send(f"{server.url}/health")[0] == 200)
-        wait_until(lambda: engine_figure(server, "num_requests_running") == 0, 3.0)
+        wait_until(lambda: engine_figure(server, "num_requests_running") == 0)
         connection.close()
         assert is_alive(master)
         assert server.stop() == 0

@@ -20,19 +20,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.ports import free_port
 from megatron_hybrid.server import cli
 from tests.server.processes.test_processes import FAKE, open_stream, send
-from tests.server.running import ServerProcess, is_alive, wait_until
+from tests.server.running import Hold, ServerProcess, is_alive, wait_until
 from tests.thorough import thorough
 
-SLOW = ("--step-seconds", "0.05")  # 20 tokens a second
+STEPS = ("--step-seconds", "0.01")
 
 
 class Replicas:
     """Two fake servers on one address, each launched by itself."""
 
-    def __init__(self, tokenizer: Path, temporary: str, *flags: str) -> None:
+    def __init__(self, tokenizer: Path, temporary: str, hold: Hold, *flags: str) -> None:
         self._tokenizer = tokenizer
         self._temporary = temporary
-        self._flags = ("--port", str(free_port()), "--data-parallel-size", "2", *SLOW, *flags)
+        address = ("--port", str(free_port()), "--data-parallel-size", "2")
+        self._flags = (*address, *STEPS, *hold.flags, *flags)
         self._stack = ExitStack()
         self._started: list[ServerProcess] = []
         self.servers: list[ServerProcess] = []
@@ -74,31 +75,17 @@ class Replicas:
         return send(f"{self.url}/stats")[1]["engine"]
 
     def running(self) -> list[int]:
+        """Requests of each; a replica that is down has none."""
         engines = self.figures()["engines"]
-        return [engines[str(rank)]["requests_running"] for rank in range(2)]
+        return [engines.get(str(rank), {}).get("requests_running", 0) for rank in range(2)]
 
-    def prompt_tokens(self) -> list[int]:
-        engines = self.figures()["engines"]
-        return [engines[str(rank)]["prompt_tokens"] for rank in range(2)]
-
-    def streams(self, wanted: list[int], **options: int) -> list[tuple[Any, Any]]:
-        """Open as many streams on each replica; those of the first one come first.
-
-        On a busy machine one may have ended before the next is opened, which then finds both
-        replicas as idle: so more are opened than that, if need be.
-        """
+    def streams(self, wanted: list[int]) -> list[tuple[Any, Any]]:
+        """As many on each replica, while answers are held; those of the first one come first."""
         opened: list[list[tuple[Any, Any]]] = [[], []]
-        for _ in range(5 * sum(wanted)):
-            before = self.prompt_tokens()
-            stream = open_stream(self.servers[0], **options)
-            after = self.prompt_tokens()
-            where = int(after[1] > before[1])
-            if len(opened[where]) < wanted[where]:
-                opened[where].append(stream)
-            else:
-                finish([stream])
-            if [len(one) for one in opened] == wanted:
-                break
+        for _ in range(sum(wanted)):
+            before = self.running()
+            stream = open_stream(self.servers[0], max_tokens=5)
+            opened[int(self.running()[1] > before[1])].append(stream)
         assert [len(one) for one in opened] == wanted
         return opened[0] + opened[1]
 
@@ -122,9 +109,9 @@ def folder() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def shared(tokenizer_folder: Path, folder: str) -> Iterator[Replicas]:
+def shared(tokenizer_folder: Path, folder: str, hold: Hold) -> Iterator[Replicas]:
     """For tests that leave both replicas alive."""
-    replicas = Replicas(tokenizer_folder, folder)
+    replicas = Replicas(tokenizer_folder, folder, hold)
     yield replicas
     front_end = replicas.front_end()
     replicas.close()
@@ -133,12 +120,10 @@ def shared(tokenizer_folder: Path, folder: str) -> Iterator[Replicas]:
 
 
 @pytest.fixture
-def own(tokenizer_folder: Path) -> Iterator[Replicas]:
+def own(tokenizer_folder: Path, hold: Hold) -> Iterator[Replicas]:
     """For tests that end some."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        # Answers of ten seconds: none has ended before a test ends its replica.
-        flags = ("--engine-restart-timeout", "20", "--step-seconds", "0.1")
-        replicas = Replicas(tokenizer_folder, folder, *flags)
+        replicas = Replicas(tokenizer_folder, folder, hold, "--engine-restart-timeout", "20")
         yield replicas
         replicas.close()
         wait_until(lambda: os.listdir(folder) == [])
@@ -175,16 +160,15 @@ def test_one_address_shows_its_replicas(shared: Replicas) -> None:
 
 
 def test_requests_go_to_the_replica_with_less_to_do_and_figures_are_added_up(
-    shared: Replicas,
+    shared: Replicas, hold: Hold
 ) -> None:
     before = shared.figures()
-    streams = [open_stream(shared.servers[0], max_tokens=90) for _ in range(6)]
-    assert shared.running() == [3, 3]
-    figures = shared.figures()
-    assert figures["requests_running"] == 6
+    with hold:
+        streams = shared.streams([3, 3])
+        assert shared.figures()["requests_running"] == 6
     assert all(map(is_whole, finish(streams)))
     figures = shared.figures()
-    assert figures["generated_tokens"] - before["generated_tokens"] == 6 * 90
+    assert figures["generated_tokens"] - before["generated_tokens"] == 6 * 5
     assert figures["latency"]["e2e_request_latency_seconds"]["count"] == sum(
         one["latency"]["e2e_request_latency_seconds"]["count"]
         for one in figures["engines"].values()
@@ -224,26 +208,29 @@ def test_what_steers_an_engine_reaches_every_replica(shared: Replicas) -> None:
     assert said["system_fingerprint"] == name
 
 
-def test_an_abort_finds_its_request_wherever_it_runs(shared: Replicas) -> None:
-    streams = shared.streams([1, 1])
-    names = {
-        line.split()[1].rpartition("-")[0]
-        for one in shared.figures()["engines"].values()
-        for line in one["log"][-1:]
-        if line.startswith("add ")
-    }
-    assert len(names) == 2
-    for name in names:
-        assert send(f"{shared.url}/abort", {"request_id": name}) == (200, {"aborted": 1})
-    assert all(b'"finish_reason":"abort"' in text for text in finish(streams))
+def test_an_abort_finds_its_request_wherever_it_runs(shared: Replicas, hold: Hold) -> None:
+    with hold:
+        streams = shared.streams([1, 1])
+        names = {
+            line.split()[1].rpartition("-")[0]
+            for one in shared.figures()["engines"].values()
+            for line in one["log"][-1:]
+            if line.startswith("add ")
+        }
+        assert len(names) == 2
+        for name in names:
+            assert send(f"{shared.url}/abort", {"request_id": name}) == (200, {"aborted": 1})
+        assert all(b'"finish_reason":"abort"' in text for text in finish(streams))
 
 
-def test_without_the_coordinator_requests_are_placed_and_it_comes_back(shared: Replicas) -> None:
+def test_without_the_coordinator_requests_are_placed_and_it_comes_back(
+    shared: Replicas, hold: Hold
+) -> None:
     coordinators = coordinator_pids(shared)
     assert len(coordinators) == 1
     os.kill(coordinators[0], signal.SIGKILL)
-    streams = [open_stream(shared.servers[0], max_tokens=20) for _ in range(4)]
-    assert shared.running() == [2, 2]
+    with hold:
+        streams = shared.streams([2, 2])
     assert all(map(is_whole, finish(streams)))
     wait_until(lambda: coordinator_pids(shared) not in ([], coordinators))
 
@@ -269,10 +256,12 @@ def test_a_replica_with_other_settings_is_refused(shared: Replicas) -> None:
     assert shared.states() == ["ok", "ok"]
 
 
-def test_a_killed_replica_takes_only_its_own_requests_with_it(own: Replicas) -> None:
-    streams = own.streams([2, 2])
+def test_a_killed_replica_takes_only_its_own_requests_with_it(own: Replicas, hold: Hold) -> None:
     front_end = own.front_end()
-    own.servers[1].process.kill()
+    with hold:
+        streams = own.streams([2, 2])
+        own.servers[1].process.kill()
+        wait_until(lambda: own.states() == ["ok", "down"])
     texts = finish(streams)
     assert [is_whole(text) for text in texts] == [True, True, False, False]
     assert all(b"engine process has ended" in text for text in texts[2:])
@@ -280,37 +269,43 @@ def test_a_killed_replica_takes_only_its_own_requests_with_it(own: Replicas) -> 
     assert send(f"{own.url}/v1/completions", {"prompt": "Hello", "max_tokens": 2})[0] == 200
     own.start(1)
     wait_until(lambda: own.states() == ["ok", "ok"])
-    assert all(map(is_whole, finish(own.streams([1, 1], max_tokens=5))))
+    with hold:
+        streams = own.streams([1, 1])
+    assert all(map(is_whole, finish(streams)))
     assert own.front_end() == front_end
 
 
 def test_a_replica_that_ends_in_order_answers_its_requests_and_the_last_one_ends_all(
-    own: Replicas,
+    own: Replicas, hold: Hold
 ) -> None:
-    streams = own.streams([1, 1])
     front_end = own.front_end()
-    own.servers[0].process.send_signal(signal.SIGTERM)
-    wait_until(lambda: own.states() == ["draining", "ok"])
-    later = [open_stream(own.servers[1], max_tokens=40) for _ in range(3)]
-    assert own.running() == [1, 4]
-    assert all(map(is_whole, finish(later)))
+    with hold:
+        streams = own.streams([1, 1])
+        own.servers[0].process.send_signal(signal.SIGTERM)
+        wait_until(lambda: own.states() == ["draining", "ok"])
+        streams += own.streams([0, 3])
+        assert own.running() == [1, 4]
     assert all(map(is_whole, finish(streams)))
     assert own.servers[0].process.wait(10) == 0
     assert is_alive(front_end)
     assert own.states() == ["down", "ok"]
-    (stream,) = [open_stream(own.servers[1], max_tokens=20)]
-    assert own.servers[1].stop() == 0
-    assert is_whole(finish([stream])[0])
+    with hold:
+        streams = own.streams([0, 1])
+        own.servers[1].process.send_signal(signal.SIGTERM)
+    assert all(map(is_whole, finish(streams)))
+    assert own.servers[1].process.wait(10) == 0
     wait_until(lambda: not is_alive(front_end))
 
 
 @thorough  # test_faults.py: after a rank of one group is lost
-def test_a_group_that_is_restarted_whole_finds_its_front_end(own: Replicas) -> None:
+def test_a_group_that_is_restarted_whole_finds_its_front_end(own: Replicas, hold: Hold) -> None:
     """As torchrun does it: one rank dies, the agent sends SIGTERM to the others, and starts all."""
-    streams = own.streams([1, 1], max_tokens=80)
     front_end = own.front_end()
-    own.servers[0].process.kill()
-    own.servers[1].process.send_signal(signal.SIGTERM)
+    with hold:
+        streams = own.streams([1, 1])
+        own.servers[0].process.kill()
+        own.servers[1].process.send_signal(signal.SIGTERM)
+        wait_until(lambda: own.states() == ["down"])  # one is, and the other takes no more
     texts = finish(streams)
     assert [is_whole(text) for text in texts] == [False, True]
     assert own.servers[1].process.wait(10) == 0
@@ -341,10 +336,10 @@ def test_flags_that_cannot_work_are_refused_before_anything_starts(
 
 
 def test_replicas_of_a_server_that_was_killed_whole_are_not_waited_for(
-    tokenizer_folder: Path,
+    tokenizer_folder: Path, hold: Hold
 ) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        before = Replicas(tokenizer_folder, folder)
+        before = Replicas(tokenizer_folder, folder, hold)
         front_end = before.front_end()
         processes = [front_end, *coordinator_pids(before)]
         for pid in (*processes, *(server.process.pid for server in before.servers)):
