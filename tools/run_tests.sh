@@ -5,8 +5,8 @@
 #   tools/run_tests.sh tests/unit -k hash   only pytest, with these arguments
 #
 # TESTS=all: also what CI leaves out. tests/dynamo and tests/ray run in an environment of their own then.
-# TEST_WORKERS: processes for pytest (default: two more than cores, at most 4, since tests of several
-# processes mostly wait; 0 runs in this process).
+# TEST_WORKERS: processes for pytest (default: one more than cores, at most 4, since tests of several
+# processes mostly wait; 0 runs in this process). Each imports all tests, for 15 s of processor time.
 set -euo pipefail
 
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -47,7 +47,7 @@ trap 'rm -f "$types"' EXIT
 checking=$!
 step ruff check .
 step ruff format --check .
-workers=${TEST_WORKERS:-$(python -c 'import os; print(min(4, 2 + (os.cpu_count() or 1)))')}
+workers=${TEST_WORKERS:-$(python -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')}
 # Each of pytest's processes would compile the same modules at the same time.
 [ -n "$has_bytecode" ] || python -m pytest --collect-only -q </dev/null >/dev/null || true
 # A file's tests stay in one process: they share servers and loaded models. Files begin in the order
