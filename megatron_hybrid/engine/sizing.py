@@ -190,7 +190,8 @@ def derive_geometry(
     if has_attention and least == 0 or own_window_block and live_bytes > buffer:
         needed = live_bytes + 2 * own_block + buffer_of_all - buffer
         here = num_blocks == 0 or live_bytes > buffer
-        raise _no_block(buffer_of_all, needed, max_requests, here=here)
+        live = "sliding windows and live states" if own_window_block else "live states"
+        raise _no_block(buffer_of_all, needed, max_requests, live, here=here)
     cached = minimum(cached)
     return CacheGeometry(
         block_size=block_size,
@@ -306,14 +307,17 @@ def ring_length(drafts: int, write_interval: int, stochastic_rounding: bool = Fa
     return max(drafts, write_interval - 1) + drafts + 1
 
 
-def _no_block(buffer: int, needed: int, max_requests: int, *, here: bool) -> ConfigurationError:
-    """`here`: on this rank; else on one with other layers, which says how much it needs."""
+def _no_block(
+    buffer: int, needed: int, max_requests: int, live: str, *, here: bool
+) -> ConfigurationError:
+    """live: what requests have beside KV blocks. `here`: on this rank; else on one with other
+    layers, which says how much it needs."""
     flag = "--inference-dynamic-batching-buffer-size-gb"
     if not here:
         return ConfigurationError(f"{flag} leaves no KV block on another rank; its log says why.")
     return ConfigurationError(
-        f"{flag} is {buffer / GIB:.4f}, which leaves no KV block beside the live states of "
-        f"{max_requests} requests, sliding windows among them "
+        f"{flag} is {buffer / GIB:.4f}, which leaves no KV block beside the {live} of "
+        f"{max_requests} requests "
         "(--inference-dynamic-batching-max-requests); it must be at least "
         f"{math.ceil(needed / GIB * 1e4) / 1e4:.4f}."
     )

@@ -142,7 +142,10 @@ def test_without_prefix_caching_everything_is_for_kv_and_live_states():
         ({BUFFER: 90.0, STATES: 20.0}, "buffer-size-gb is 90.00 and --.*-mamba-gb is 20.00; .*"),
         ({STATES: 101.0}, "caching-mamba-gb is 101.00; beside the weights"),
         ({BUFFER: 100.5}, "buffer-size-gb is 100.50; .* 100.00 GB of the GPU are left"),
-        ({BUFFER: 20.0, REQUESTS: 256}, "buffer-size-gb is 20.0000, which leaves no KV block"),
+        (
+            {BUFFER: 20.0, REQUESTS: 256},
+            "buffer-size-gb is 20.0000, which leaves no KV block beside the live states of 256",
+        ),
         ({STATES: 99.9}, "buffer-size-gb is 0.1000; the state of one request alone"),
     ],
 )
