@@ -238,7 +238,7 @@ def resolve_dtype(
         return dtype
     if dtype is None or dtype == "auto":
         return default
-    found = _DTYPES.get(dtype.removeprefix("torch."))
+    found = _DTYPES.get(str(dtype).removeprefix("torch."))
     if found is None:
         raise ConfigurationError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}.")
     return found

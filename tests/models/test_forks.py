@@ -18,7 +18,7 @@ from megatron_hybrid.models.families.raw_config import RawConfig
 from megatron_hybrid.models.families.registry import family_of
 from megatron_hybrid.parallel import ParallelContext
 from tests.models.forks import TRANSFORMERS, Fork, of_some_fields, outcome
-from tests.thorough import thorough
+from tests.thorough import thorough, usually
 from tests.tiny_models import tiny_configuration
 
 _PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -65,7 +65,7 @@ REFUSED: list[tuple[str, Fork, str]] = [
     ("zamba2", {"hybrid_layer_ids": [2, 4, 5, 6]}, "hybrid_layer_ids = "),
     ("zamba2", {"mamba_headdim": 17}, "mamba_headdim = 17"),
     ("xlstm", {"gate_soft_cap": 0.0}, "gate_soft_cap = 0.0"),
-    ("xlstm", {"qk_dim_factor": 0.0}, "does not divide 0 numbers of queries"),
+    ("xlstm", {"qk_dim_factor": 0.0}, "qk_dim_factor = 0.0 .* above 0"),
 ]
 # What decides shapes: where it is missing the weights say so.
 _SHAPES = {
@@ -101,6 +101,27 @@ def test_what_is_not_said_is_what_transformers_makes_of_it(family: str) -> None:
             except Exception:  # of transformers, which needs it, too
                 continue
             assert ours == _read(whole), name
+
+
+# No field can have each of them.
+_STRANGE: list[Any] = [-1, "x", [None], {"a": 1}, float("nan")]
+# What some say instead of a list of layers, and beside what a tiny model says.
+_INSTEAD = """
+    attn_layer_indices attn_type_list full_attn_idxs hybrid_override_pattern index_topk_pattern
+    linear_attn_config local_layer_ids mtp_config rope_scaling swa_layers zaya_layers
+    """.split()
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_a_value_of_another_kind_is_read_or_refused_by_a_sentence(family: str) -> None:
+    usual = tiny_configuration(family).to_dict()
+    lists = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types")
+    few = {key: value for key, value in usual.items() if key not in (*lists, "rope_parameters")}
+    places = [(usual, name) for name in usual if name != "model_type"]
+    for others, name in [*places, *((few, name) for name in _INSTEAD)]:
+        for value in usually(_STRANGE, [*_STRANGE, 0, 1.5, "", [], {}, [{}], True]):
+            with contextlib.suppress(ConfigurationError):
+                _read(others | {name: value})
 
 
 def _read(values: dict[str, Any]) -> HybridModelConfig:

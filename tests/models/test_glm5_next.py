@@ -100,7 +100,7 @@ def test_linear_attention_may_be_described_in_a_place_of_its_own(tmp_path: Path)
             {"index_topk": 40},
             "index_topk in .* is 40, but must be a multiple of index_kpool, .* 16",
         ),
-        ({"index_topk": 0}, "index_topk in .* is 0"),
+        ({"index_topk": 0}, "index_topk = 0 .* of at least 1"),
         ({"index_kpool_always_select_tail": False}, "the first 15 tokens of a text would see no"),
         ({"indexer_types": ["full"] * 7}, "must have a type for each of the model's 8 layers"),
         ({"index_topk_pattern": "FFFFFFFX"}, "'full' or 'shared'; they have 8 and .*'X'"),

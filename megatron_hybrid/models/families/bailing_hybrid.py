@@ -43,7 +43,7 @@ class BailingHybrid(LatentFamily):
         return places
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
-        if "BailingMoeV2_5ForCausalLM" in raw.get("architectures", default=[]):
+        if "BailingMoeV2_5ForCausalLM" in raw.listed("architectures", default=[]):
             # Ling 2.6 says the same of itself, and has no Kimi delta attention.
             older = replace(raw, values={**raw.values, "model_type": V2_5})
             return BailingLinear().config(older)

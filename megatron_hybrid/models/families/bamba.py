@@ -14,10 +14,9 @@ def mamba_config(raw: RawConfig) -> Mamba2Config:
     """Mamba2 by the names that Bamba, Granite and Falcon-H1 have for its sizes."""
     heads, bias = raw.whole("mamba_n_heads"), raw.flag("mamba_proj_bias")
     inner = raw.whole("mamba_expand", default=2) * raw.whole("hidden_size")
-    head_dim = raw.get("mamba_d_head", default="auto")
     return Mamba2Config(
         num_heads=heads,
-        head_dim=inner // heads if head_dim == "auto" else int(head_dim),
+        head_dim=raw.whole_or_auto("mamba_d_head", inner // heads),
         state_size=raw.whole("mamba_d_state", default=256),
         num_groups=raw.whole("mamba_n_groups", default=1),
         conv_width=raw.whole("mamba_d_conv", default=4),
@@ -43,7 +42,7 @@ class Bamba(TwoBlockFamily):
         rope = raw.rope(attention.head_dim, partial_rotary_factor=0.5)
         letters = raw.layer_letters()
         if letters is None:
-            indices = set(raw.get("attn_layer_indices", default=[]))
+            indices = raw.listed("attn_layer_indices", default=[], of=int)
             layers = range(raw.whole("num_hidden_layers"))
             letters = "".join("*" if i in indices else "M" for i in layers)
         return HybridModelConfig(

@@ -58,7 +58,7 @@ class FalconH1(TwoBlockFamily):
                 out_multiplier=down,
             ),
             embedding_multiplier=multiplier("embedding"),
-            logits_divisor=1.0 / multiplier("lm_head"),
+            logits_divisor=1.0 / raw.positive("lm_head_multiplier", default=1.0),
         )
 
     def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:
@@ -68,7 +68,7 @@ class FalconH1(TwoBlockFamily):
 
 
 def _multipliers(raw: RawConfig, name: str, count: int) -> tuple[float, ...]:
-    said = raw.get(name, default=[1.0] * count)
+    said = raw.listed(name, default=[1.0] * count, of=float)
     if len(said) != count:
         raise ConfigurationError(f"{name} in {raw.where} is {said}; it must be {count} numbers.")
     return tuple(map(float, said))

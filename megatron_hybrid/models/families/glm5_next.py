@@ -116,12 +116,12 @@ class Glm5Next(LatentFamily):
         return IndexedLatentConfig(**{**said, "norm_eps": eps}, index=index)
 
     def _delta(self, raw: RawConfig) -> KimiDeltaAttentionConfig:
-        said = ModelSettings(
-            raw.get("linear_attn_config", default={}), f"linear_attn_config in {raw.where}"
-        )
+        said = raw.inside("linear_attn_config")
         dim = said.whole("head_dim", default=raw.whole("linear_head_dim", default=128))
         bound = said.values.get("gate_lower_bound", raw.values.get("linear_lower_bound", -5.0))
-        if bound is None and said.values and said.flag("safe_gate", default=True):
+        if bound is not None:
+            bound = ModelSettings({"gate_lower_bound": bound}, raw.where).number("gate_lower_bound")
+        elif said.values and said.flag("safe_gate", default=True):
             bound = -5.0
         return KimiDeltaAttentionConfig(
             num_heads=said.whole("num_heads", default=raw.whole("linear_num_heads", default=64)),
@@ -130,7 +130,7 @@ class Glm5Next(LatentFamily):
                 "short_conv_kernel_size", default=raw.whole("linear_conv_kernel_dim", default=4)
             ),
             gate_rank=dim,
-            lower_bound=None if bound is None else float(bound),
+            lower_bound=bound,
             kernel_chunk=raw.whole("chunk_size", default=64),
         )
 
@@ -165,15 +165,15 @@ class Glm5Next(LatentFamily):
 
     def _indexers(self, raw: RawConfig, count: int) -> list[str]:
         """A name for each layer, of which those of layers without attention mean nothing."""
-        said = raw.get("indexer_types")
-        if said is not None:
-            return list(said)
+        if raw.get("indexer_types") is not None:
+            return raw.listed("indexer_types")
         pattern = raw.get("index_topk_pattern")
-        if pattern is not None:
+        if pattern is not None:  # "FSSF", or a list
             names = {"F": "full", "S": "shared"}
-            return [names.get(one, str(one)) for one in pattern]
-        every = max(raw.whole("index_topk_freq", default=1), 1)
-        offset = raw.whole("index_skip_topk_offset", default=2)
+            letters = pattern if isinstance(pattern, str) else raw.listed("index_topk_pattern")
+            return [names.get(one, one) for one in letters]
+        every = max(raw.whole("index_topk_freq", default=1, least=0), 1)
+        offset = raw.whole("index_skip_topk_offset", default=2, least=0)
         return ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(count)]
 
 

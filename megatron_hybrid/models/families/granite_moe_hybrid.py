@@ -39,7 +39,7 @@ class GraniteMoeHybrid(TwoBlockFamily):
             rope=raw.rope(attention.head_dim) if rotated else None,
         )
         shared, moe = raw.gated_mlp("shared_intermediate_size"), None
-        if experts := raw.whole("num_local_experts", default=0):
+        if experts := raw.whole("num_local_experts", default=0, least=0):
             chosen = raw.whole("num_experts_per_tok")
             moe = MoEConfig(experts, chosen, expert=raw.gated_mlp(), shared=shared)
         return HybridModelConfig(

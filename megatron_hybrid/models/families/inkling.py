@@ -44,12 +44,6 @@ _SAID: dict[str, Any] = {
     "shared_expert_sink": True,
     "inference_moe_w13_interleaved": True,
 }
-# Below that a number means something else here, or nothing.
-_LEAST = {
-    **dict.fromkeys(("conv_kernel_size", "sconv_kernel_size"), 2),
-    **dict.fromkeys(("sliding_window_size", "sliding_window", "d_rel", "rel_extent"), 1),
-    **dict.fromkeys(("log_scaling_n_floor", "n_shared_experts", "unpadded_vocab_size"), 1),
-}
 _EXPERT = re.compile(r"(sinks\.)?experts\.(\d+)\.(\w+)\.weight")
 # The text's weights in a checkpoint of the whole.
 INKLING_NAMES: Names = (
@@ -115,11 +109,10 @@ class Inkling(TwoBlockFamily):
     def config(self, raw: RawConfig) -> HybridModelConfig:
         for name, supported in _SAID.items():
             raw.refuse_unless(name, supported)
-        raw.refuse_below(_LEAST)
         raw = _with_widths(raw)
         letters, mlps = self._letters(raw)
         pattern = "".join(map("".join, zip(letters, mlps, strict=True)))
-        width = raw.whole("conv_kernel_size", "sconv_kernel_size", default=4)
+        width = raw.whole("conv_kernel_size", "sconv_kernel_size", default=4, least=2)
         mlp = replace(raw.gated_mlp(), global_scale=True) if DENSE_MLP in mlps else None
         moe = self._moe(raw) if EXPERTS in mlps else None
         convolved = {
@@ -154,13 +147,16 @@ class Inkling(TwoBlockFamily):
     def _letters(self, raw: RawConfig) -> tuple[str, str]:
         """A letter for the attention of each Hugging Face layer, and for its MLP."""
         count = raw.whole("num_hidden_layers")
-        names, mlps = raw.get("layer_types"), raw.get("mlp_layer_types")
-        if names is None:
-            local = raw.get("local_layer_ids", default=[i for i in range(count) if (i + 1) % 6])
-            names = ["hybrid_sliding" if i in local else "hybrid" for i in range(count)]
-        if mlps is None:
-            dense = raw.whole("dense_mlp_idx", default=0)
-            mlps = ["dense" if i < dense else "sparse" for i in range(count)]
+        usual = [i for i in range(count) if (i + 1) % 6]
+        local = raw.listed("local_layer_ids", default=usual, of=int)
+        dense = raw.whole("dense_mlp_idx", default=0, least=0)
+        names = raw.listed(
+            "layer_types",
+            default=["hybrid_sliding" if i in local else "hybrid" for i in range(count)],
+        )
+        mlps = raw.listed(
+            "mlp_layer_types", default=["dense" if i < dense else "sparse" for i in range(count)]
+        )
         lists = (names, _LAYERS, "layer_types"), (mlps, _MLPS, "mlp_layer_types")
         for said, kinds, name in lists:
             unknown = [one for one in said if one not in kinds]
@@ -176,9 +172,9 @@ class Inkling(TwoBlockFamily):
         """`kind`: the prefix of what sliding layers have of their own."""
         heads, kv_heads, dim = raw.head_sizes(kind, (64, 16 if kind else 8, 128))
         window = raw.whole("sliding_window_size", "sliding_window", default=512) if kind else 0
-        floor, scaling = raw.get("log_scaling_n_floor"), None
-        if floor is not None and not kind:
-            scaling = LogScaling(int(floor), raw.number("log_scaling_alpha", default=0.1))
+        floor, scaling = "log_scaling_n_floor", None
+        if raw.get(floor) is not None and not kind:
+            scaling = LogScaling(raw.whole(floor), raw.number("log_scaling_alpha", default=0.1))
         return RelativeAttentionConfig(
             heads,
             kv_heads,
@@ -205,9 +201,8 @@ class Inkling(TwoBlockFamily):
         )
 
     def _mtp(self, raw: RawConfig) -> MTPConfig | None:
-        said = raw.get("mtp_config", default={})
-        depth = raw.get("num_mtp_layers", default=said.get("num_nextn_predict_layers"))
-        if not depth:
+        said = raw.inside("mtp_config").whole("num_nextn_predict_layers", default=0, least=0)
+        if not raw.whole("num_mtp_layers", default=said, least=0):
             return None
         return MTPConfig(
             "",

@@ -37,14 +37,7 @@ _SAID: dict[str, Any] = {
     **dict.fromkeys(("n_shared_experts", "dense_mlp_idx"), 0),
     **dict.fromkeys(("mlp_layer_types", "local_layer_ids", "logits_mup_width_multiplier")),
 }
-# Below that a number means something else here, or nothing.
-_LEAST = {
-    **dict.fromkeys(("conv_kernel_size", "sconv_kernel_size"), 2),
-    **dict.fromkeys(("sliding_window_size", "sliding_window", "d_rel", "rel_extent"), 1),
-    **dict.fromkeys(("log_scaling_n_floor", "unpadded_vocab_size"), 1),
-    "n_layers_per_attn_res_block": 1,
-}
-_ABOVE_ZERO = {
+_BOUNDS = {
     "qk_l2_clip_threshold": 22.627416997969522,
     "rel_l2_clip_threshold": 8.0,
     "mlp_gate_softcap": 4.0,
@@ -144,13 +137,7 @@ class Inkling2(TwoBlockFamily):
     def config(self, raw: RawConfig) -> HybridModelConfig:
         for name, supported in _SAID.items():
             raw.refuse_unless(name, supported)
-        raw.refuse_below(_LEAST)
-        bounds = {name: raw.number(name, default=usual) for name, usual in _ABOVE_ZERO.items()}
-        for name, value in bounds.items():
-            if not 0 < value < float("inf"):
-                raise ConfigurationError(
-                    f"{name} = {value} in {raw.where}; it must be a number above 0."
-                )
+        bounds = {name: raw.positive(name, default=usual) for name, usual in _BOUNDS.items()}
         letters = self._letters(raw)
         pattern = "".join(letter + EXPERTS for letter in letters)
         attention, sliding = self._attention(raw, bounds), self._attention(raw, bounds, "swa_")
@@ -179,7 +166,7 @@ class Inkling2(TwoBlockFamily):
         """A letter for the attention of each Hugging Face layer."""
         count = raw.whole("num_hidden_layers", default=48)
         usual = ["hybrid_sliding" if (i + 1) % 6 else "hybrid" for i in range(count)]
-        names = raw.get("layer_types", default=usual)
+        names = raw.listed("layer_types", default=usual)
         if len(names) != count or not set(names) <= set(_LAYERS):
             raise ConfigurationError(
                 f"layer_types in {raw.where} must have {' or '.join(map(repr, _LAYERS))} for each "
@@ -204,7 +191,7 @@ class Inkling2(TwoBlockFamily):
             profiles=raw.whole("d_rel", default=16),
             extent=window or raw.whole("rel_extent", default=1024),
             log_scaling=None if kind else scaling,
-            conv_width=raw.whole("conv_kernel_size", "sconv_kernel_size", default=4),
+            conv_width=raw.whole("conv_kernel_size", "sconv_kernel_size", default=4, least=2),
             longest=bounds["qk_l2_clip_threshold"],
             longest_mixing=bounds["rel_l2_clip_threshold"],
             dynamic=not kind,

@@ -26,7 +26,6 @@ class Jamba(TwoBlockFamily):
         experts = raw.whole("num_experts", "num_local_experts", default=16)
         pattern = self._pattern(raw, has_experts=experts != 1)
         hidden, eps = raw.whole("hidden_size"), raw.number("rms_norm_eps", default=1e-6)
-        rank = raw.get("mamba_dt_rank", default="auto")
         mlp = raw.gated_mlp()
         moe = MoEConfig(
             num_experts=experts,
@@ -41,9 +40,9 @@ class Jamba(TwoBlockFamily):
             norm_eps=eps,
             attention=raw.attention(bias=False),
             mamba1=Mamba1Config(
-                inner_size=int(raw.get("mamba_expand", default=2) * hidden),
+                inner_size=int(raw.positive("mamba_expand", default=2) * hidden),
                 state_size=raw.whole("mamba_d_state", default=16),
-                dt_rank=math.ceil(hidden / 16) if rank == "auto" else int(rank),
+                dt_rank=raw.whole_or_auto("mamba_dt_rank", math.ceil(hidden / 16)),
                 conv_width=raw.whole("mamba_d_conv", default=4),
                 conv_bias=raw.flag("mamba_conv_bias", default=True),
                 proj_bias=raw.flag("mamba_proj_bias"),
@@ -56,7 +55,7 @@ class Jamba(TwoBlockFamily):
 
     def _pattern(self, raw: RawConfig, *, has_experts: bool) -> str:
         def every(name: str, period: int, offset: int) -> range:
-            start = raw.whole(f"{name}_offset", default=offset)
+            start = raw.whole(f"{name}_offset", default=offset, least=0)
             return range(start, layers, raw.whole(f"{name}_period", default=period))
 
         layers = raw.whole("num_hidden_layers")

@@ -85,8 +85,7 @@ class LatentFamily(TwoBlockFamily):
         self, raw: RawConfig, rope: RopeConfig | None, bias: bool
     ) -> LatentAttentionConfig:
         """By DeepSeek's names."""
-        nope, turned = raw.whole("qk_nope_head_dim"), raw.whole("qk_rope_head_dim")
-        rank = raw.get("q_lora_rank")
+        nope, turned = raw.whole("qk_nope_head_dim"), raw.whole("qk_rope_head_dim", least=0)
         return LatentAttentionConfig(
             num_heads=raw.whole("num_attention_heads"),
             kv_lora_rank=raw.whole("kv_lora_rank"),
@@ -95,17 +94,16 @@ class LatentFamily(TwoBlockFamily):
             v_head_dim=raw.whole("v_head_dim"),
             scale=(nope + turned) ** -0.5,
             rope=rope,
-            q_lora_rank=None if rank is None else int(rank),
+            q_lora_rank=None if raw.get("q_lora_rank") is None else raw.whole("q_lora_rank"),
             latent_bias=bias,
             output_bias=bias,
         )
 
     def _mlps(self, raw: RawConfig, layers: int) -> str:
         """A letter for each Hugging Face layer."""
-        names = raw.get("mlp_layer_types")
-        if names is None:
-            dense = raw.whole("first_k_dense_replace", default=self.dense_layers)
-            names = ["dense" if i < dense else "sparse" for i in range(layers)]
+        dense = raw.whole("first_k_dense_replace", default=self.dense_layers, least=0)
+        usual = ["dense" if i < dense else "sparse" for i in range(layers)]
+        names = raw.listed("mlp_layer_types", default=usual)
         unknown = [name for name in names if name not in _MLPS]
         if unknown or len(names) != layers:
             raise ConfigurationError(
@@ -115,7 +113,7 @@ class LatentFamily(TwoBlockFamily):
         return "".join(_MLPS[name] for name in names)
 
     def _mtp(self, raw: RawConfig) -> MTPConfig | None:
-        if not raw.whole("num_nextn_predict_layers", "num_mtp_layers", default=0):
+        if not raw.whole("num_nextn_predict_layers", "num_mtp_layers", default=0, least=0):
             return None
         return MTPConfig(
             "",
@@ -130,7 +128,7 @@ class LatentFamily(TwoBlockFamily):
         raw.refuse_unless("moe_layer_freq", 1)
         raw.refuse_unless("routing_group_score_top_k", 2)
         expert = raw.gated_mlp("moe_intermediate_size")
-        shared = raw.whole("num_shared_experts", "n_shared_experts", default=1)
+        shared = raw.whole("num_shared_experts", "n_shared_experts", default=1, least=0)
         shared *= raw.whole("moe_shared_expert_intermediate_size", default=expert.intermediate_size)
         groups, chosen = self.expert_groups
         groups = raw.whole("n_group", "num_expert_group", default=groups)
@@ -197,9 +195,7 @@ class KimiLinear(LatentFamily):
 
     def _linear(self, raw: RawConfig) -> ModelSettings:
         """What config.json says of KDA in a place of its own."""
-        said = ModelSettings(
-            raw.get("linear_attn_config", default={}), f"linear_attn_config in {raw.where}"
-        )
+        said = raw.inside("linear_attn_config")
         if unknown := sorted(set(said.values) - _OF_LINEAR):
             raise ConfigurationError(f"{said.where} has {unknown[0]!r}, which is not supported.")
         return said
@@ -211,7 +207,8 @@ class KimiLinear(LatentFamily):
                 LATENT_ATTENTION if i and i % 4 == 0 else KIMI_DELTA_ATTENTION for i in range(count)
             )
             return raw.layer_letters(LAYERS) or "".join(every)
-        latent, delta = said.get("full_attn_layers"), said.get("kda_layers")  # counted from 1
+        # counted from 1
+        latent, delta = (said.listed(f"{kind}_layers", of=int) for kind in ("full_attn", "kda"))
         if sorted([*latent, *delta]) != list(range(1, count + 1)):
             raise ConfigurationError(
                 f"{said.where} must name each of the layers 1 to {count} "

@@ -37,7 +37,7 @@ class Lfm2(TwoBlockFamily):
         letters = self._letters(raw)
         attention = raw.attention(bias=False, qk_norm=True)
         has_experts = raw.model_type == "lfm2_moe"
-        dense = raw.whole("num_dense_layers", default=2) if has_experts else len(letters)
+        dense = raw.whole("num_dense_layers", default=2, least=0) if has_experts else len(letters)
         return HybridModelConfig(
             **raw.common(max_positions=128_000, tied=raw.flag("tie_embedding", default=True)),
             pattern="".join(c + ("-" if i < dense else "E") for i, c in enumerate(letters)),
@@ -54,9 +54,9 @@ class Lfm2(TwoBlockFamily):
         letters = raw.layer_letters({"conv": "C"})
         if letters is not None:
             return letters
-        attention = raw.get("full_attn_idxs")
-        if attention is None:
+        if raw.get("full_attn_idxs") is None:
             raise ConfigurationError(f"{raw.where} has neither layer_types nor full_attn_idxs.")
+        attention = raw.listed("full_attn_idxs", of=int)
         layers = range(raw.whole("num_hidden_layers"))
         return "".join("*" if i in attention else "C" for i in layers)
 
@@ -64,7 +64,7 @@ class Lfm2(TwoBlockFamily):
         size = raw.whole("block_ff_dim", "intermediate_size")
         if raw.model_type == "lfm2_moe" or not raw.flag("block_auto_adjust_ff_dim", default=True):
             return size
-        size = int(raw.get("block_ffn_dim_multiplier", default=1.0) * int(2 * size / 3))
+        size = int(raw.positive("block_ffn_dim_multiplier", default=1.0) * int(2 * size / 3))
         multiple = raw.whole("block_multiple_of", default=256)
         return -(-size // multiple) * multiple
 

@@ -20,7 +20,7 @@ class Llama(TwoBlockFamily):
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
         raw.refuse_unless("hidden_act", "silu")
-        for kind in raw.get("layer_types", default=()):
+        for kind in raw.listed("layer_types", default=[]):
             if kind != "full_attention":
                 raise ConfigurationError(
                     f"Layers of type {kind!r} in {raw.where} are not supported."

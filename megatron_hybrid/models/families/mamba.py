@@ -27,14 +27,13 @@ class Mamba(Family):
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
         hidden, is_falcon = raw.whole("hidden_size"), raw.model_type == "falcon_mamba"
-        rank = raw.get("time_step_rank", default="auto")
-        inner = int(raw.get("expand", default=2) * hidden)
+        inner = int(raw.positive("expand", default=2) * hidden)
         return HybridModelConfig(
             **self._common(raw, "S", tied=True),
             mamba1=Mamba1Config(
                 inner_size=raw.whole("intermediate_size", default=inner),
                 state_size=raw.whole("state_size", default=16),
-                dt_rank=math.ceil(hidden / 16) if rank == "auto" else int(rank),
+                dt_rank=raw.whole_or_auto("time_step_rank", math.ceil(hidden / 16)),
                 conv_width=raw.whole("conv_kernel", default=4),
                 conv_bias=raw.flag("use_conv_bias", default=True),
                 proj_bias=raw.flag("use_bias"),

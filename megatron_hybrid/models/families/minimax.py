@@ -76,9 +76,9 @@ class MiniMax(TwoBlockFamily):
         )
 
     def _letters(self, raw: RawConfig) -> str:
-        numbers = raw.get("attn_type_list", "decoder_attention_types")
-        if raw.get("layer_types") is None and numbers is not None:
-            raw = replace(raw, values={"layer_types": [str(number) for number in numbers]})
+        numbers = raw.listed("attn_type_list", "decoder_attention_types", default=[], of=int)
+        if raw.get("layer_types") is None and numbers:
+            raw = replace(raw, values={"layer_types": list(map(str, numbers))})
         letters = raw.layer_letters({"linear_attention": LIGHTNING_ATTENTION, "0": "N", "1": "*"})
         if letters is not None:
             return letters

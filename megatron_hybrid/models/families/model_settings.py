@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,32 +33,65 @@ class ModelSettings:
         """The sentence for a value that is not there."""
         return f"{self.where} has no {name!r}."
 
-    def whole(self, *names: str, default: int | None = None) -> int:
-        """A whole number; without a default one that has to be there. Raises ConfigurationError for
-        another value."""
+    def whole(self, *names: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number of `least` or more; without a default one that has to be there. Raises
+        ConfigurationError for another value."""
         value = self.require(*names) if default is None else self.get(*names, default=default)
-        number = self._number(names[0], value)
-        if not float(number).is_integer():
-            raise self._wrong(names[0], value, "a whole number")
-        return int(number)
+        is_whole = isinstance(value, int) or isinstance(value, float) and value.is_integer()
+        if not is_whole or value < least:
+            raise self._wrong(names, value, f"a whole number of at least {least}")
+        return int(value)
 
-    def number(self, *names: str, default: float) -> float:
-        """A number, the default where it is not there. Raises ConfigurationError for another
-        value."""
-        return float(self._number(names[0], self.get(*names, default=default)))
+    def whole_or_auto(self, name: str, auto: int) -> int:
+        """The same, or `auto` where it is not there or "auto"."""
+        return auto if self.get(name, default="auto") == "auto" else self.whole(name)
 
-    def _number(self, name: str, value: Any) -> int | float:
-        if not isinstance(value, int | float):
-            raise self._wrong(name, value, "a number")
+    def number(self, *names: str, default: float | None = None) -> float:
+        """A finite number; without a default one that has to be there. Raises ConfigurationError
+        for another value."""
+        value = self.require(*names) if default is None else self.get(*names, default=default)
+        if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+            raise self._wrong(names, value, "a number")
+        return float(value)
+
+    def positive(self, *names: str, default: float) -> float:
+        """A number above 0, the default where it is not there. Raises ConfigurationError for
+        another value."""
+        value = self.number(*names, default=default)
+        if value <= 0:
+            raise self._wrong(names, value, "a number above 0")
         return value
 
-    def _wrong(self, name: str, value: Any, wanted: str) -> ConfigurationError:
-        shown = self.shown(name, _short(value))
+    def listed(self, *names: str, default: list[Any] | None = None, of: type = str) -> list[Any]:
+        """A list of names, or `of` other values; without a default one that has to be there. Raises
+        ConfigurationError for another value."""
+        value = self.require(*names) if default is None else self.get(*names, default=default)
+        kinds = (int, float) if of is float else of
+        if not isinstance(value, list) or not all(isinstance(one, kinds) for one in value):
+            wanted = {str: "names", int: "whole numbers", float: "numbers", object: "values"}[of]
+            raise self._wrong(names, value, f"a list of {wanted}")
+        return value
+
+    def inside(self, name: str) -> ModelSettings:
+        """Those of an object; none where it is not there. Raises ConfigurationError for another
+        value."""
+        value = self.get(name, default={})
+        if not isinstance(value, Mapping):
+            raise self._wrong((name,), value, "an object")
+        return ModelSettings(value, f"{name} in {self.where}")
+
+    def _wrong(self, names: Sequence[str], value: Any, wanted: str) -> ConfigurationError:
+        said = next((name for name in names if self.values.get(name) is not None), names[0])
+        shown = self.shown(said, _short(value))
         return ConfigurationError(f"{shown} in {self.where}, which is not {wanted}.")
 
     def flag(self, *names: str, default: bool = False) -> bool:
-        """True or false, the default where it is not there."""
-        return bool(self.get(*names, default=default))
+        """True or false, the default where it is not there. Raises ConfigurationError for another
+        value than those, 1 and 0."""
+        value = self.get(*names, default=default)
+        if value not in (True, False):
+            raise self._wrong(names, value, "true or false")
+        return bool(value)
 
     def shown(self, name: str, value: str) -> str:
         """A value that is there, as a sentence about it begins."""
@@ -72,14 +106,6 @@ class ModelSettings:
                 f"{self.shown(name, _short(value))} in {self.where}, which is not supported, only "
                 f"{wanted} is."
             )
-
-    def refuse_below(self, least: Mapping[str, int]) -> None:
-        """Raise for a whole number of those that is there and less than what stands beside it."""
-        for name, number in least.items():
-            if self.whole(name, default=number) < number:
-                raise ConfigurationError(
-                    f"{name} = {self.get(name)} in {self.where}; it must be at least {number}."
-                )
 
 
 def _short(value: Any) -> str:

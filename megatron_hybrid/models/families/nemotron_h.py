@@ -65,19 +65,19 @@ class NemotronH(Family):
         )
 
     def _pattern(self, raw: RawConfig) -> str:
-        pattern: str | None = raw.layer_letters() or raw.get("hybrid_override_pattern")
+        pattern = raw.layer_letters() or raw.get("hybrid_override_pattern")
         if pattern is None:
             raise ConfigurationError(
                 f"{raw.where} has neither layers_block_type nor hybrid_override_pattern."
             )
-        if set(pattern) - set("M*-E"):
+        if not isinstance(pattern, str) or set(pattern) - set("M*-E"):
             raise ConfigurationError(
                 f"hybrid_override_pattern {pattern!r} has layers other than M * - E."
             )
         return pattern
 
     def _mtp(self, raw: RawConfig) -> MTPConfig | None:
-        depth = raw.whole("num_nextn_predict_layers", default=0)
+        depth = raw.whole("num_nextn_predict_layers", default=0, least=0)
         if not depth:
             return None
         pattern = raw.layer_letters(lists=("mtp_layers_block_type",))
@@ -106,7 +106,7 @@ class NemotronH(Family):
         return replace(mlp, gated=False, activation=activation)
 
     def _moe(self, raw: RawConfig) -> MoEConfig:
-        latent = raw.get("moe_latent_size")
+        latent = "moe_latent_size"
         return MoEConfig(
             num_experts=raw.whole("n_routed_experts", "num_local_experts"),
             experts_per_token=raw.whole("num_experts_per_tok"),
@@ -117,7 +117,7 @@ class NemotronH(Family):
             chosen_groups=raw.whole("topk_group", default=1),
             normalize_weights=raw.flag("norm_topk_prob", default=True),
             scaling_factor=raw.number("routed_scaling_factor", default=1.0),
-            latent_size=None if latent is None else int(latent),
+            latent_size=None if raw.get(latent) is None else raw.whole(latent),
         )
 
     def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:

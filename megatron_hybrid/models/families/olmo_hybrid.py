@@ -3,6 +3,7 @@ often without positions. Around attention, and the MLP behind it, norms are behi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron_hybrid.layers.gated_delta_net import GatedDeltaNetConfig
@@ -64,7 +65,9 @@ class OlmoHybrid(TwoBlockFamily):
     def _rope(self, raw: RawConfig, head_dim: int) -> RopeConfig | None:
         """None where theta is null, as in the released checkpoints."""
         given = raw.get("rope_parameters", default={})
-        theta = given.get("rope_theta", raw.values.get("rope_theta", 1e4))
+        theta = raw.values.get("rope_theta", 1e4)
+        if isinstance(given, Mapping):
+            theta = given.get("rope_theta", theta)
         return None if theta is None else raw.rope(head_dim)
 
     def _delta_net(self, raw: RawConfig) -> GatedDeltaNetConfig:

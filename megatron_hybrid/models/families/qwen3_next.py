@@ -42,7 +42,7 @@ class Qwen3Next(TwoBlockFamily):
 
     def config(self, raw: RawConfig) -> HybridModelConfig:
         raw.refuse_unless("hidden_act", "silu")
-        experts = raw.whole("num_experts", default=0)
+        experts = raw.whole("num_experts", default=0, least=0)
         pattern, mtp = self._pattern(raw, experts), self._mtp(raw, experts)
         letters = pattern + ("" if mtp is None else mtp.pattern)
         attention = raw.attention(raw.whole("head_dim", default=256), qk_norm=True)
@@ -73,7 +73,7 @@ class Qwen3Next(TwoBlockFamily):
             every = raw.whole("full_attention_interval", default=4)
             layers = range(raw.whole("num_hidden_layers"))
             letters = "".join("G" if (i + 1) % every else "*" for i in layers)
-        dense = set(raw.get("mlp_only_layers", default=[]))
+        dense = raw.listed("mlp_only_layers", default=[], of=int)
         step = raw.whole("decoder_sparse_step", default=1)
         return "".join(
             letter + ("E" if experts and i not in dense and (i + 1) % step == 0 else "-")
@@ -82,7 +82,9 @@ class Qwen3Next(TwoBlockFamily):
 
     def _mtp(self, raw: RawConfig, experts: int) -> MTPConfig | None:
         default = 0 if self.says_heads else 1
-        depth = raw.whole("mtp_num_hidden_layers", "num_nextn_predict_layers", default=default)
+        depth = raw.whole(
+            "mtp_num_hidden_layers", "num_nextn_predict_layers", default=default, least=0
+        )
         if depth and raw.flag("mtp_use_dedicated_embeddings"):
             reason = f"The head that {raw.where} describes has an embedding of its own."
             return MTPConfig("", reason)

@@ -101,7 +101,7 @@ class Qwen4Exp(Qwen3Next):
         )
 
     def _ngram_layers(self, raw: RawConfig) -> set[int]:
-        return {int(i) - 1 for i in raw.get("ple_layer_ids", default=[])}
+        return {i - 1 for i in raw.listed("ple_layer_ids", default=[], of=int)}
 
     def _delta_net(self, raw: RawConfig) -> GatedDeltaNetConfig:
         raw.refuse_unless("output_gate_type", "silu", "sigmoid")
@@ -148,7 +148,8 @@ class Qwen4Exp(Qwen3Next):
     def _ngrams(
         self, raw: RawConfig, blocks: tuple[int, ...], streams: int
     ) -> NGramEmbeddingConfig:
-        end = raw.require("eos_token_id")
+        if raw.get("eos_token_id") in (None, []):
+            raise ConfigurationError(raw.missing("eos_token_id"))
         size = raw.whole("ngram_size", default=3)
         heads = raw.whole("heads_per_ngram", default=8)
         width = raw.whole("ple_embed_dim", default=raw.whole("hidden_size"))
@@ -164,8 +165,8 @@ class Qwen4Exp(Qwen3Next):
                 0, size, heads,
                 least_rows=raw.whole("ngram_vocab_size_base", default=20_000_000),
                 vocab_size=raw.whole("vocab_size"),
-                seed=raw.whole("seed", default=1234),
-                end=int(end[0] if isinstance(end, list) else end),
+                seed=raw.whole("seed", default=1234, least=0),
+                end=raw.eos_token_ids[0],
             ),
             streams=streams,
             embedding_size=width,
@@ -175,7 +176,7 @@ class Qwen4Exp(Qwen3Next):
         )  # fmt: skip
 
     def _mtp(self, raw: RawConfig, experts: int) -> MTPConfig | None:
-        if not raw.whole("mtp_num_hidden_layers", "num_nextn_predict_layers", default=0):
+        if not raw.whole("mtp_num_hidden_layers", "num_nextn_predict_layers", default=0, least=0):
             return None
         return MTPConfig(
             "",

@@ -55,7 +55,7 @@ class RawConfig(ModelSettings):
     def refuse_other_heads(self) -> None:
         """Raise ConfigurationError for a model that is trained for something else than the next
         token: embeddings, retrieval, masked tokens, classes."""
-        for name in self.get("architectures", default=()):
+        for name in self.listed("architectures", default=[]):
             if _NOT_GENERATIVE.search(str(name)):
                 raise ConfigurationError(
                     f"{self.where} is a {name}'s, which does not predict next tokens; only models "
@@ -90,6 +90,8 @@ class RawConfig(ModelSettings):
         for source in (self.values, self.generation):
             value = source.get("eos_token_id")
             found += [] if value is None else value if isinstance(value, list) else [value]
+        if any(type(token) is not int for token in found):
+            raise self._wrong(("eos_token_id",), found, "a token id, or a list of them")
         return tuple(dict.fromkeys(found))
 
     def attention(
@@ -139,9 +141,9 @@ class RawConfig(ModelSettings):
         """A letter for each Hugging Face layer, from whichever list is there. `recurrent`: the
         family's own kinds of layers, and their letters."""
         names = {"attention": "*", "full_attention": "*", "mlp": "-", "moe": "E", **recurrent}
-        layers = self.get(*lists)
-        if layers is None:
+        if self.get(*lists) is None:
             return None
+        layers = self.listed(*lists)
         unknown = [layer for layer in layers if layer not in names]
         if unknown:
             raise ConfigurationError(
@@ -162,7 +164,7 @@ class RawConfig(ModelSettings):
     def time_step_limit(self) -> tuple[float, float]:
         """The least and the greatest step size of Mamba2."""
         limit = self.get("time_step_limit", "mamba_dt_limit", default=(0.0, float("inf")))
-        if len(limit) != 2:
+        if not isinstance(limit, list | tuple) or len(limit) != 2:
             raise ConfigurationError(
                 f"time_step_limit in {self.where} is {limit}; it must be two numbers, the least "
                 "and the greatest step."

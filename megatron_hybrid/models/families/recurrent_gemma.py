@@ -46,7 +46,9 @@ class RecurrentGemma(TwoBlockFamily):
             pattern="".join(letter + "-" for letter in self._letters(raw)),
             norm_eps=raw.number("rms_norm_eps", default=1e-6),
             zero_centered_norm=True,
-            mlp=MLPConfig(raw.whole("intermediate_size") // 2, True, activation, bias=True),
+            mlp=MLPConfig(
+                raw.whole("intermediate_size", least=2) // 2, True, activation, bias=True
+            ),
             others={
                 RG_LRU: RGLRUConfig(
                     channels, heads, raw.whole("conv1d_width", default=4), activation
@@ -60,15 +62,15 @@ class RecurrentGemma(TwoBlockFamily):
             },
             # transformers keeps it in bfloat16.
             embedding_multiplier=float(torch.tensor(hidden**0.5, dtype=torch.bfloat16)),
-            logits_soft_cap=raw.number("logits_soft_cap", default=30.0),
+            logits_soft_cap=raw.positive("logits_soft_cap", default=30.0),
         )
 
     def _window(self, raw: RawConfig) -> int:
         return raw.whole("attention_window_size", "sliding_window", default=2048)
 
     def _letters(self, raw: RawConfig) -> str:
-        kinds = raw.get("block_types", default=["recurrent", "recurrent", "attention"])
-        if unknown := [kind for kind in kinds if kind not in _LETTERS]:
+        kinds = raw.listed("block_types", default=["recurrent", "recurrent", "attention"])
+        if unknown := [kind for kind in kinds or [""] if kind not in _LETTERS]:
             raise ConfigurationError(
                 f"Layers of type {unknown[0]!r} in {raw.where} are not supported."
             )

@@ -34,7 +34,7 @@ def rope_of(
         )
     if kind == "default":
         return RopeConfig(theta, rotary_dim)
-    factor = float(said.require("factor"))
+    factor = said.number("factor")
     if kind == "linear":
         return RopeConfig(theta, rotary_dim, kind, factor)
     return RopeConfig(
@@ -42,8 +42,8 @@ def rope_of(
         rotary_dim,
         kind,
         factor,
-        low_freq_factor=float(said.require("low_freq_factor")),
-        high_freq_factor=float(said.require("high_freq_factor")),
+        low_freq_factor=said.number("low_freq_factor"),
+        high_freq_factor=said.number("high_freq_factor"),
         original_max_position=said.whole("original_max_position_embeddings"),
     )
 

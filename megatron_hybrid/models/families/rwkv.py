@@ -34,7 +34,7 @@ class Rwkv(Family):
             layer_norm=True,
             embedding_norm=True,
             residual_in_fp32=True,
-            halved_every=2 * max(raw.whole("rescale_every", default=6), 0),
+            halved_every=2 * raw.whole("rescale_every", default=6, least=0),
             others={
                 TIME_MIX: TimeMixConfig(raw.whole("attention_hidden_size", default=hidden)),
                 CHANNEL_MIX: ChannelMixConfig(size),

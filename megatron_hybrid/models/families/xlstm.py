@@ -28,15 +28,10 @@ class XLSTM(Family):
         for name, supported in (("use_bias", False), ("add_out_norm", True)):
             raw.refuse_unless(name, supported)
         raw.refuse_unless("norm_reduction_force_float32", True)
-        for name in ("gate_soft_cap", "output_logit_soft_cap"):
-            if raw.number(name, default=1.0) <= 0:
-                raise ConfigurationError(
-                    f"{name} = {raw.get(name)} in {raw.where}; it must be above 0."
-                )
         hidden = raw.whole("hidden_size", "embedding_dim")
         heads = raw.whole("num_heads", default=8)
         sizes = [
-            int(hidden * raw.number(name, default=default))
+            int(hidden * raw.positive(name, default=default))
             for name, default in (("qk_dim_factor", 0.5), ("v_dim_factor", 1.0))
         ]
         if any(size % heads or not size for size in sizes):
@@ -45,7 +40,7 @@ class XLSTM(Family):
                 f"and {sizes[1]} of values."
             )
         step = raw.whole("ffn_round_up_to_multiple_of", default=64)
-        size = math.ceil(int(hidden * raw.number("ffn_proj_factor", default=2.667)) / step) * step
+        size = math.ceil(int(hidden * raw.positive("ffn_proj_factor", default=2.667)) / step) * step
         return HybridModelConfig(
             **raw.common(max_positions=32_768),
             pattern=(MLSTM + DENSE_MLP) * raw.whole("num_hidden_layers", "num_blocks", default=32),
@@ -56,12 +51,12 @@ class XLSTM(Family):
                     heads,
                     sizes[0] // heads,
                     sizes[1] // heads,
-                    gate_cap=raw.number("gate_soft_cap", default=15.0),
+                    gate_cap=raw.positive("gate_soft_cap", default=15.0),
                     eps=raw.number("eps", default=1e-6),
                     chunk=raw.whole("chunk_size", default=64),
                 )
             },
-            logits_soft_cap=raw.number("output_logit_soft_cap", default=30.0),
+            logits_soft_cap=raw.positive("output_logit_soft_cap", default=30.0),
         )
 
     def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:

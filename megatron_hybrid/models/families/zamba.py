@@ -35,7 +35,6 @@ class Zamba(Zamba2):
             raise ConfigurationError(
                 f"n_mamba_heads = {parts} in {raw.where} does not divide {inner} Mamba channels."
             )
-        rank = raw.get("mamba_dt_rank", default="auto")
         activation = raw.get("hidden_act", default="gelu")
         letters = raw.layer_letters({"mamba": MAMBA1, "linear_attention": MAMBA1, "hybrid": "Z"})
         return HybridModelConfig(
@@ -45,7 +44,7 @@ class Zamba(Zamba2):
             mamba1=Mamba1Config(
                 inner_size=inner,
                 state_size=raw.whole("mamba_d_state", default=16),
-                dt_rank=math.ceil(hidden / 16) if rank == "auto" else int(rank),
+                dt_rank=raw.whole_or_auto("mamba_dt_rank", math.ceil(hidden / 16)),
                 conv_width=raw.whole("mamba_d_conv", default=4),
                 conv_bias=raw.flag("mamba_conv_bias", default=True),
                 proj_bias=raw.flag("mamba_proj_bias"),
@@ -62,6 +61,6 @@ class Zamba(Zamba2):
     def _letters(self, raw: RawConfig) -> str:
         """Of the folders that count layers instead of listing them."""
         period = raw.whole("attn_layer_period", default=6)
-        offset = raw.whole("attn_layer_offset", default=4)
+        offset = raw.whole("attn_layer_offset", default=4, least=0)
         later = range(raw.whole("num_hidden_layers", default=76) - 3)
         return "SSZ" + "".join("Z" if i % period == offset else MAMBA1 for i in later)

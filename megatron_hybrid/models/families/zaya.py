@@ -42,9 +42,8 @@ class Zaya(TwoBlockFamily):
         raw.refuse_unless("hidden_act", "silu")
         raw.refuse_unless("num_experts_per_tok", 1)
         raw.refuse_unless("lm_head_bias", False)
-        layers = raw.get("layer_types")
-        if layers is None:
-            layers = ["hybrid"] * raw.whole("num_hidden_layers", default=40)
+        usual = ["hybrid"] * raw.whole("num_hidden_layers", default=40)
+        layers = raw.listed("layer_types", default=usual)
         if unknown := [layer for layer in layers if layer not in _LETTERS]:
             raise ConfigurationError(
                 f"Layers of type {unknown[0]!r} in {raw.where} are not supported."
@@ -82,12 +81,6 @@ class Zaya(TwoBlockFamily):
                 "numbers; each key must be that of equally many queries, and the values have two "
                 "halves."
             )
-        for name in widths:
-            if raw.whole(name, default=2) < 1:
-                raise ConfigurationError(
-                    f"{name} = {raw.whole(name)} in {raw.where}; a convolution has at least one "
-                    "tap."
-                )
         depthwise, grouped = (raw.whole(name, default=2) for name in widths)
         attention = replace(attention, rope=self._rope(raw, kind, attention))
         if kind == "hybrid_sliding":

@@ -51,17 +51,19 @@ def renamed(raw: RawConfig) -> RawConfig:
         raw.refuse_unless(name, False)
     raw.refuse_unless("activation_func", "swiglu")
     raw.refuse_unless("normalization", "RMSNorm")
-    kinds = raw.get("zaya_layers")
-    count = raw.whole("num_hidden_layers") if kinds is None else len(kinds)
-    if kinds is None:
+    if raw.get("zaya_layers") is None:
+        count = raw.whole("num_hidden_layers")
         kinds = ["a", raw.whole("num_experts")] * (count // 2)
+    else:
+        kinds = raw.listed("zaya_layers", of=object)
+        count = len(kinds)
     experts = kinds[1] if count > 1 else None
     if kinds != ["a", experts] * (count // 2) or not isinstance(experts, int):
         raise ConfigurationError(
             f'The {count} layers that {raw.where} describes must be attention ("a") and equally '
             "many experts in turn."
         )
-    windows = raw.get("swa_layers", default=[0])
+    windows = raw.listed("swa_layers", default=[0], of=int)
     partial = raw.number("partial_rotary_factor", "rope_pct", default=0.5)
     theta = raw.number("rope_theta", "rotary_base", default=1e6)
     values: dict[str, Any] = {
@@ -76,7 +78,7 @@ def renamed(raw: RawConfig) -> RawConfig:
         "router_hidden_size": _of_layers(raw, "zaya_mlp_expansion"),
         "rms_norm_eps": raw.number("norm_epsilon", default=1e-5),
         # a token sees so many before it, and itself
-        "sliding_window": max(windows) + 1,
+        "sliding_window": max(windows, default=0) + 1,
         "layer_types": ["hybrid_sliding" if w else "hybrid" for w in (windows * count)[:count:2]],
         "rope_parameters": {
             "hybrid": {"rope_theta": theta, "partial_rotary_factor": partial},
@@ -91,8 +93,9 @@ def renamed(raw: RawConfig) -> RawConfig:
 
 def _of_layers(raw: RawConfig, *names: str) -> int:
     """A number that is the same in all layers that have it; lists have 0 for the others."""
-    said = raw.require(*names) if raw.get(*names) is None else raw.get(*names)
-    found = {int(one) for one in (said if isinstance(said, list) else [said])} - {0}
+    said = raw.require(*names)
+    each = raw.listed(*names, of=int) if isinstance(said, list) else [raw.whole(*names)]
+    found = set(each) - {0}
     if len(found) != 1:
         raise ConfigurationError(
             f"{names[0]} in {raw.where} must be the same in all layers; it is {said}."
