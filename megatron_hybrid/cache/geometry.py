@@ -154,8 +154,8 @@ class CacheGeometry:
     @property
     def window_of_state(self) -> int:
         """Window blocks that a cached state keeps at most."""
-        tokens = self.window - 1
-        return (tokens + self._window_step - 2) // self.block_size + 1 if tokens > 0 else 0
+        tokens = max(self.window - 1, 1)  # a block that is not full stays, whoever reads it
+        return (tokens + self._window_step - 2) // self.block_size + 1 if self.window else 0
 
     @property
     def _window_step(self) -> int:

@@ -63,7 +63,7 @@ def test_the_quota_is_what_a_request_needs_at_the_worst_position(
             assert sizes.first_in_window(position) == first // B
             needed = max(needed, len({t // B for t in range(first, position + ahead)}))
             if position == state:
-                kept = max(kept, len({t // B for t in range(first, state)}) if seen < state else 0)
+                kept = max(kept, len({t // B for t in range(first, state)}))
         # where states lie on a grid, not every position has one
         assert needed <= sizes.window_quota <= needed + (granule > 1)
         assert kept <= sizes.window_of_state <= kept + (granule > 1)
