@@ -11,8 +11,8 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -23,6 +23,7 @@ from megatron_hybrid.server.link.sockets import zmq_module
 if TYPE_CHECKING:
     from megatron_hybrid.server.link.engine_client import EngineClient
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0
@@ -83,7 +84,7 @@ class EngineLink:
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
-        monitor = socket.get_monitor_socket(_HANDSHAKE | _DISCONNECTED)
+        monitor = _uninterrupted(lambda: socket.get_monitor_socket(_HANDSHAKE | _DISCONNECTED))
         socket.connect(self._endpoint)
         poller = self._zmq.Poller()
         for source in (socket, monitor, self._wake_read):
@@ -111,7 +112,7 @@ class EngineLink:
                         return
                 self._client.tick()
         finally:
-            socket.disable_monitor()
+            _uninterrupted(socket.disable_monitor)
             monitor.close(linger=0)
             socket.close(linger=0)
             if is_connected and not self._closing:
@@ -132,3 +133,10 @@ class EngineLink:
         with contextlib.suppress(zmq.Again):
             while True:
                 self._client.received(wire.decode_replies(socket.recv(zmq.NOBLOCK)))
+
+
+def _uninterrupted(call: Callable[[], T]) -> T:
+    """What it gives. pyzmq repeats calls that a signal interrupts, but not those of monitors."""
+    while True:
+        with contextlib.suppress(zmq.error.InterruptedSystemCall):
+            return call()
