@@ -88,7 +88,8 @@ def test_a_model_of_windows_alone_has_no_other_blocks_and_no_longest_sequence() 
     assert sizes.num_window_blocks > 8 * sizes.window_quota
     with pytest.raises(
         ConfigurationError,
-        match=r"is 0.0098, .* beside the sliding windows and live states of .*at least 0.0",
+        match="buffer-size-gb is 0.0098, .* beside the sliding windows and live states of "
+        ".*at least 0.0",
     ):
         geometry([WINDOW] * 2, [], inference_dynamic_batching_buffer_size_gb=0.0098)
 

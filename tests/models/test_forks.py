@@ -66,6 +66,7 @@ REFUSED: list[tuple[str, Fork, str]] = [
     ("zamba2", {"mamba_headdim": 17}, "mamba_headdim = 17"),
     ("xlstm", {"gate_soft_cap": 0.0}, "gate_soft_cap = 0.0"),
     ("xlstm", {"qk_dim_factor": 0.0}, "qk_dim_factor = 0.0 .* above 0"),
+    ("xlstm", {"qk_dim_factor": 0.001}, "does not divide 0 numbers of queries"),
 ]
 # What decides shapes: where it is missing the weights say so.
 _SHAPES = {

@@ -107,7 +107,7 @@ def test_linear_attention_may_be_described_in_a_place_of_its_own(tmp_path: Path)
         ({"indexer_types": ["shared"] * 4 + ["full"] * 4}, "first layer with attention share"),
         ({"layer_types": ["sliding_attention"] * 8}, "'sliding_attention' .* not supported"),
         ({"mlp_layer_types": ["dense"] * 3}, "mlp_layer_types in .* must have"),
-        ({"swiglu_limit": 0}, "swiglu_limit in .* is 0.0; it must be above 0"),
+        ({"swiglu_limit": 0}, "swiglu_limit = 0.0 in .* not a number above 0"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"vocab_size": ...}, "has no 'vocab_size'"),
     ],

@@ -21,7 +21,7 @@ from megatron_hybrid.models.config import (
 )
 from megatron_hybrid.models.families.family import Location
 from megatron_hybrid.models.families.kimi_linear import LatentFamily
-from megatron_hybrid.models.families.raw_config import ModelSettings, RawConfig
+from megatron_hybrid.models.families.raw_config import RawConfig
 
 _LAYERS = {
     "linear_attention": KIMI_DELTA_ATTENTION,
@@ -61,9 +61,7 @@ class Glm5Next(LatentFamily):
         raw = replace(raw, values={**values, "num_key_value_heads": self._kv_heads(raw)})
         latent, delta = self._latent(raw), self._delta(raw)
         built = self.built(raw, self._layers(raw), latent, delta, _EPS)
-        limit = raw.number("swiglu_limit", default=10.0)
-        if limit <= 0:
-            raise ConfigurationError(f"swiglu_limit in {raw.where} is {limit}; it must be above 0.")
+        limit = raw.positive("swiglu_limit", default=10.0)
         moe = built.moe
         if moe is not None:
             expert, shared = _limited(moe.expert, limit), _limited(moe.shared, limit)
@@ -95,7 +93,7 @@ class Glm5Next(LatentFamily):
             )
         plain = self.latent_attention(raw, None, raw.flag("attention_bias"))
         group, budget = raw.whole("index_kpool", default=16), raw.whole("index_topk", default=2048)
-        if group < 1 or budget % group or budget < group:
+        if budget % group:
             raise ConfigurationError(
                 f"index_topk in {raw.where} is {budget}, but must be a multiple of index_kpool, "
                 f"which is {group}."
@@ -118,11 +116,12 @@ class Glm5Next(LatentFamily):
     def _delta(self, raw: RawConfig) -> KimiDeltaAttentionConfig:
         said = raw.inside("linear_attn_config")
         dim = said.whole("head_dim", default=raw.whole("linear_head_dim", default=128))
-        bound = said.values.get("gate_lower_bound", raw.values.get("linear_lower_bound", -5.0))
-        if bound is not None:
-            bound = ModelSettings({"gate_lower_bound": bound}, raw.where).number("gate_lower_bound")
-        elif said.values and said.flag("safe_gate", default=True):
-            bound = -5.0
+        has_own = "gate_lower_bound" in said.values
+        place, name = (said, "gate_lower_bound") if has_own else (raw, "linear_lower_bound")
+        bound: float | None = place.number(name, default=-5.0)
+        if place.values.get(name, bound) is None:  # null, and not only left out
+            is_safe = said.values and said.flag("safe_gate", default=True)
+            bound = bound if is_safe else None
         return KimiDeltaAttentionConfig(
             num_heads=said.whole("num_heads", default=raw.whole("linear_num_heads", default=64)),
             head_dim=dim,

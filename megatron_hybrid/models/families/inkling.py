@@ -172,9 +172,9 @@ class Inkling(TwoBlockFamily):
         """`kind`: the prefix of what sliding layers have of their own."""
         heads, kv_heads, dim = raw.head_sizes(kind, (64, 16 if kind else 8, 128))
         window = raw.whole("sliding_window_size", "sliding_window", default=512) if kind else 0
-        floor, scaling = "log_scaling_n_floor", None
-        if raw.get(floor) is not None and not kind:
-            scaling = LogScaling(raw.whole(floor), raw.number("log_scaling_alpha", default=0.1))
+        floor, scaling = raw.whole_or_none("log_scaling_n_floor"), None
+        if floor is not None and not kind:
+            scaling = LogScaling(floor, raw.number("log_scaling_alpha", default=0.1))
         return RelativeAttentionConfig(
             heads,
             kv_heads,

@@ -94,7 +94,7 @@ class LatentFamily(TwoBlockFamily):
             v_head_dim=raw.whole("v_head_dim"),
             scale=(nope + turned) ** -0.5,
             rope=rope,
-            q_lora_rank=None if raw.get("q_lora_rank") is None else raw.whole("q_lora_rank"),
+            q_lora_rank=raw.whole_or_none("q_lora_rank"),
             latent_bias=bias,
             output_bias=bias,
         )

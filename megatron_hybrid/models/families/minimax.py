@@ -86,15 +86,13 @@ class MiniMax(TwoBlockFamily):
 
     def _forms(self, raw: RawConfig, letters: str) -> tuple[BlockForm, ...]:
         def form(new: str, old: str) -> BlockForm:
-            alpha, beta = (
-                raw.number(f"{new}_{name}_factor", f"layernorm_{old}_{name}", default=1.0)
-                for name in ("alpha", "beta")
+            alpha = f"{new}_alpha_factor", f"layernorm_{old}_alpha"
+            beta = f"{new}_beta_factor", f"layernorm_{old}_beta"
+            return BlockForm(
+                from_norm=True,
+                stream_multiplier=raw.positive(*alpha, default=1.0),
+                multiplier=raw.number(*beta, default=1.0),
             )
-            if alpha <= 0:
-                raise ConfigurationError(
-                    f"{new}_alpha_factor = {alpha} in {raw.where}; it must be above 0."
-                )
-            return BlockForm(from_norm=True, stream_multiplier=alpha, multiplier=beta)
 
         full, linear = form("full_attn", "full_attention"), form("linear_attn", "linear_attention")
         mlp = form("mlp", "mlp")

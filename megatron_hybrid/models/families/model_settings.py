@@ -46,6 +46,10 @@ class ModelSettings:
         """The same, or `auto` where it is not there or "auto"."""
         return auto if self.get(name, default="auto") == "auto" else self.whole(name)
 
+    def whole_or_none(self, name: str) -> int | None:
+        """The same, None where it is not there."""
+        return None if self.get(name) is None else self.whole(name)
+
     def number(self, *names: str, default: float | None = None) -> float:
         """A finite number; without a default one that has to be there. Raises ConfigurationError
         for another value."""

@@ -106,7 +106,6 @@ class NemotronH(Family):
         return replace(mlp, gated=False, activation=activation)
 
     def _moe(self, raw: RawConfig) -> MoEConfig:
-        latent = "moe_latent_size"
         return MoEConfig(
             num_experts=raw.whole("n_routed_experts", "num_local_experts"),
             experts_per_token=raw.whole("num_experts_per_tok"),
@@ -117,7 +116,7 @@ class NemotronH(Family):
             chosen_groups=raw.whole("topk_group", default=1),
             normalize_weights=raw.flag("norm_topk_prob", default=True),
             scaling_factor=raw.number("routed_scaling_factor", default=1.0),
-            latent_size=None if raw.get(latent) is None else raw.whole(latent),
+            latent_size=raw.whole_or_none("moe_latent_size"),
         )
 
     def locate(self, config: HybridModelConfig, block: int, role: str) -> list[Location]:

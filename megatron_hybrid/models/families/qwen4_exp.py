@@ -121,7 +121,7 @@ class Qwen4Exp(Qwen3Next):
         rope = raw.rope(own.head_dim, 1.0)
         budget, group = raw.whole("indexer_budget"), raw.whole("indexer_compress_ratio")
         dim = raw.whole("indexer_head_dim")
-        if group < 1 or budget < group or budget % group:
+        if budget % group:
             raise ConfigurationError(
                 f"indexer_budget in {raw.where} is {budget}; it must be a multiple of "
                 f"indexer_compress_ratio, {group}."
